@@ -1,0 +1,13 @@
+//! The vocabulary of kvferry, without any I/O: typed ids, the layout algebra, digests, frames and state machines.
+//!
+//! Nothing here opens, spawns, sleeps, locks, reads a clock or draws a random number. A machine takes `now` and inputs and
+//! yields outputs; a driver in another crate performs them.
+#![forbid(unsafe_code)]
+
+mod ids;
+pub mod layout;
+pub mod pages;
+
+pub use ids::{
+    BlockId, EngineId, EngineIdError, Generation, Incarnation, LayerId, PeerId, PpRank, RegionId, TpRank, TransferId,
+};
