@@ -89,7 +89,7 @@ pub trait Transport: Send + Sync + 'static {
 }
 
 /// Where an endpoint can be reached.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize)]
 pub enum PeerAddress {
     /// A listener of this process's loopback network.
     Loopback(u64),
