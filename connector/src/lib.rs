@@ -7,5 +7,6 @@
 pub mod contract;
 mod error;
 pub mod pd;
+pub mod pool;
 
 pub use error::ConnectorError;
