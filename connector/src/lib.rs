@@ -4,6 +4,7 @@
 //! [`contract`] once per step. The rest happens on the connector's own threads.
 #![deny(unsafe_code)]
 
+pub mod config;
 pub mod contract;
 mod error;
 pub mod pd;
