@@ -7,6 +7,7 @@
 pub mod config;
 pub mod contract;
 mod error;
+pub mod metrics;
 pub mod pd;
 pub mod pool;
 

@@ -65,7 +65,7 @@ keys! {
     pp_rank: u64, "0", "This worker's place in the pipeline-parallel group.";
     transport: String, "`tcp`", "`tcp`, or `loopback` (both engines in one process).";
     listen: String, "`127.0.0.1:0`", "IP and port on which peers are accepted; port 0 takes a free one.";
-    advertise: String, "what is bound", "IP and port that peers are told; needed if `listen` is 0.0.0.0 or [::].";
+    advertise: String, "what is bound", "IP and port that peers are told; needed if `listen` is 0.0.0.0 or `[::]`.";
     peers: Vec<String>, "none", "IP and port of each engine to reach at the start.";
     psk_file: String, "none", "File with the pre-shared key (or set `KVFERRY_PSK` to the key itself); required for `tcp`.";
     lanes: u64, "4", "Data connections to each peer, 1 to 64.";

@@ -166,8 +166,9 @@ fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
 
 #[test]
 fn what_is_missing_or_mistyped_in_the_environment_is_named() {
+    type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], [&'a str; 2]);
     let psk = ("KVFERRY_PSK", SECRET);
-    let cases: [(&str, &[(&str, &str)], [&str; 2]); 10] = [
+    let cases: [Case<'_>; 10] = [
         ("role = 'both'", &[psk], ["engine_id is missing", "KVFERRY_ENGINE_ID"]),
         ("engine_id = 'a'", &[psk], ["role is missing", "prefill, decode or both"]),
         ("engine_id = 'a b'\nrole = 'both'", &[psk], ["engine_id = \"a b\"", "A-Z"]),
