@@ -43,7 +43,9 @@ pub struct LayoutOrder([Axis; 5]);
 
 /// Why a string names no order.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("layout order {name:?}: {problem}; write each of L B P H N at most once (L, B and N always), then C, as in BLPNHC")]
+#[error(
+    "layout order {name:?}: {problem}; write each of L B P H N at most once (L, B and N always), then C, as in BLPNHC"
+)]
 pub struct OrderError {
     /// The refused name.
     pub name: String,
@@ -57,6 +59,20 @@ impl LayoutOrder {
         "LPBNHC", "LBPNHC", "LBPHNC", "PLBNHC", "LBNHPC", "LBHNPC", "BLPNHC", "BHLPNC", "BPHLNC", "BLNHPC", "BHLNPC",
         "BLHNPC",
     ];
+
+    /// Takes the five axes, outermost first.
+    pub(super) fn from_axes(axes: [Axis; 5]) -> Self {
+        debug_assert!(Axis::ALL.iter().all(|axis| axes.contains(axis)), "{axes:?} is no permutation");
+        Self(axes)
+    }
+
+    /// The same order with blocks moved outermost: the order of a window onto this layout.
+    #[must_use]
+    pub fn block_outermost(self) -> Self {
+        let mut axes = self.0;
+        axes.sort_by_key(|&axis| axis != Axis::Block);
+        Self(axes)
+    }
 
     /// The axes, outermost first.
     #[must_use]
