@@ -4,6 +4,7 @@
 //! yields outputs; a driver in another crate performs them.
 #![forbid(unsafe_code)]
 
+pub mod digest;
 mod ids;
 pub mod layout;
 pub mod pages;
