@@ -7,6 +7,7 @@
 mod ids;
 pub mod layout;
 pub mod pages;
+pub mod wire;
 
 pub use ids::{
     BlockId, EngineId, EngineIdError, Generation, Incarnation, LayerId, PeerId, PpRank, RegionId, TpRank, TransferId,
