@@ -12,6 +12,7 @@ pub mod manifest;
 pub mod message;
 pub mod pages;
 pub mod transfer;
+pub mod wire;
 
 pub use digest::Digest;
 pub use ids::{
