@@ -58,6 +58,8 @@ pub enum Reason {
     Limit,
     /// The session was cut more often than this side grants anew.
     Cuts,
+    /// The two sides disagree about the tokens or layers of the transfer.
+    Range,
 }
 
 impl Verdict {
@@ -124,6 +126,7 @@ impl fmt::Display for Reason {
             Self::Unknown => "unknown transfer",
             Self::Limit => "limit",
             Self::Cuts => "cuts",
+            Self::Range => "range",
         })
     }
 }

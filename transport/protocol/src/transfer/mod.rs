@@ -24,10 +24,26 @@
 //! | [`SenderOutput::ReleaseLease`] | gives the blocks back to their pool |
 //! | [`SenderOutput::Finished`] | tells the engine |
 
+mod coverage;
+mod early;
+mod input;
+mod lease;
 mod output;
+mod planted;
+mod receiver;
 mod rect;
+mod sender;
+mod sequences;
 mod time;
 
+pub use coverage::{Coverage, TooFragmented};
+pub use early::{Early, EarlyConfig, EarlyStats};
+pub use input::{InputCounts, InputError};
+pub use lease::{Lease, LeaseOver};
 pub use output::{Order, PostOutcome, ReceiverEnd, ReceiverOutput, SenderOutput};
+#[cfg(feature = "sim")]
+pub use planted::Planted;
+pub use receiver::{GrantRefusal, Receiver, ReceiverConfig, ReceiverConfigError, ReceiverStats};
 pub use rect::{EmptyRect, Rect};
+pub use sender::{Sender, SenderConfig, SenderStats};
 pub use time::Time;

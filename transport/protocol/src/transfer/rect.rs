@@ -66,6 +66,15 @@ impl Rect {
             && self.layer_first <= other.layer_first
             && other.layer_end <= self.layer_end
     }
+
+    /// Whether they share a cell.
+    #[must_use]
+    pub const fn overlaps(self, other: Self) -> bool {
+        self.token_first < other.token_end
+            && other.token_first < self.token_end
+            && self.layer_first < other.layer_end
+            && other.layer_first < self.layer_end
+    }
 }
 
 impl fmt::Display for Rect {
