@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hmac::{Hmac, Mac};
+use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
 use crate::wire::error::ClusterKeyError;
@@ -122,7 +122,7 @@ pub(crate) const VERDICT_SEAL: &[u8] = b"kvferry verdict";
 
 fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
     // The only error is a key of an impossible length, and HMAC takes keys of any length.
-    let mut mac = <Hmac<Sha256> as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length");
     for part in parts {
         mac.update(part);
     }
