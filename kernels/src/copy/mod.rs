@@ -4,12 +4,14 @@
 //! source is; nothing here knows the difference.
 #![deny(unsafe_code)]
 
+mod pack;
 mod raw;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
 use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, plan};
 
+pub use pack::pack_with_digest;
 pub use raw::RegionTable;
 
 /// Why a copy was refused; nothing was moved.
@@ -35,6 +37,14 @@ pub enum CopyError {
         bytes: usize,
         /// One past the last byte that the plan touches.
         end: u64,
+    },
+    /// A packed buffer of another length than the plan's bytes.
+    #[error("copy: the plan packs {expected} bytes, but the buffer has {found}")]
+    Length {
+        /// Bytes of the plan.
+        expected: u64,
+        /// Bytes of the buffer.
+        found: usize,
     },
     /// A view does not hold what is to be digested.
     #[error("digest: the view does not hold the selection")]

@@ -47,6 +47,11 @@ impl RegionTable {
     }
 }
 
+/// A table of one region: a buffer that the caller lends for as long as the table is used.
+pub(super) fn table_of(buffer: &mut [u8]) -> RegionTable {
+    RegionTable { regions: vec![(NonNull::from(&mut *buffer).cast(), buffer.len())] }
+}
+
 /// Copies one run. The two may overlap; then the destination gets what the source held.
 ///
 /// # Safety
