@@ -62,7 +62,7 @@ pub enum CopyError {
 pub fn copy(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<(), CopyError> {
     check(plan, Side::Source, src)?;
     check(plan, Side::Destination, dst)?;
-    plan.for_each_run(|from, to, bytes| copy_run(src, from, dst, to, bytes));
+    plan.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
     Ok(())
 }
 
@@ -76,7 +76,7 @@ pub fn gather_with_digest(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable)
     check(plan, Side::Destination, dst)?;
     let mut digest = Digest::ZERO;
     plan.for_each_page(|page| {
-        page.for_each_run(|from, to, bytes| copy_run(src, from, dst, to, bytes));
+        page.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
         digest += page_digest(&page, Side::Destination, dst);
     });
     Ok(digest)
@@ -113,15 +113,7 @@ fn check(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<(), CopyE
     Ok(())
 }
 
-#[inline(always)]
-#[allow(unsafe_code, reason = "the bounds of all runs were checked")]
-fn copy_run(src: &RegionTable, from: Place, dst: &RegionTable, to: Place, bytes: u64) {
-    // SAFETY: `check` compared the plan's highest byte of each region with the region's length, on both sides.
-    unsafe { raw::copy_run((src, from), (dst, to), bytes) };
-}
-
 /// The digest of one layer of one span.
-#[allow(unsafe_code, reason = "the bounds of all runs were checked")]
 fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable) -> Digest {
     let mut digest = Digest::ZERO;
     for plane in 0..page.planes() {
@@ -131,12 +123,13 @@ fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable) -> Digest
             let mut offset = strip.place.offset + h as u64 * strip.head_stride;
             for token in page.tokens() {
                 let at = Place { region: strip.place.region, offset };
-                // SAFETY: `check` compared the plan's highest byte of each region with the region's length on this side, and a
-                // page's strips are the bytes of the plan's runs.
-                digest.add_run(unsafe { raw::hash_run(regions, at, strip.run_bytes, key.run(token)) });
+                digest.add_run(raw::hash_run(regions, at, strip.run_bytes, key.run(token)));
                 offset += strip.token_stride;
             }
         }
     }
     digest
 }
+
+#[cfg(test)]
+mod tests;
