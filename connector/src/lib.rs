@@ -10,6 +10,5 @@ mod error;
 pub mod metrics;
 pub mod pd;
 pub mod pool;
-mod raw;
 
 pub use error::ConnectorError;

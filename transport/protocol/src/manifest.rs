@@ -267,6 +267,3 @@ impl Found {
         self.0.push(Mismatch { field: field.to_owned(), ours, theirs });
     }
 }
-
-#[cfg(test)]
-mod tests;
