@@ -4,12 +4,14 @@
 //! source is; nothing here knows the difference.
 #![deny(unsafe_code)]
 
+mod pack;
 mod raw;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
 use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, plan};
 
+pub use pack::pack_with_digest;
 pub use raw::RegionTable;
 
 /// Why a copy was refused; nothing was moved.
@@ -36,6 +38,14 @@ pub enum CopyError {
         /// One past the last byte that the plan touches.
         end: u64,
     },
+    /// A packed buffer of another length than the plan's bytes.
+    #[error("copy: the plan packs {expected} bytes, but the buffer has {found}")]
+    Length {
+        /// Bytes of the plan.
+        expected: u64,
+        /// Bytes of the buffer.
+        found: usize,
+    },
     /// A view does not hold what is to be digested.
     #[error("digest: the view does not hold the selection")]
     Plan {
@@ -52,7 +62,7 @@ pub enum CopyError {
 pub fn copy(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<(), CopyError> {
     check(plan, Side::Source, src)?;
     check(plan, Side::Destination, dst)?;
-    plan.for_each_run(|from, to, bytes| copy_run(src, from, dst, to, bytes));
+    plan.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
     Ok(())
 }
 
@@ -66,7 +76,7 @@ pub fn gather_with_digest(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable)
     check(plan, Side::Destination, dst)?;
     let mut digest = Digest::ZERO;
     plan.for_each_page(|page| {
-        page.for_each_run(|from, to, bytes| copy_run(src, from, dst, to, bytes));
+        page.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
         digest += page_digest(&page, Side::Destination, dst);
     });
     Ok(digest)
@@ -103,15 +113,7 @@ fn check(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<(), CopyE
     Ok(())
 }
 
-#[inline(always)]
-#[allow(unsafe_code, reason = "the bounds of all runs were checked")]
-fn copy_run(src: &RegionTable, from: Place, dst: &RegionTable, to: Place, bytes: u64) {
-    // SAFETY: `check` compared the plan's highest byte of each region with the region's length, on both sides.
-    unsafe { raw::copy_run((src, from), (dst, to), bytes) };
-}
-
 /// The digest of one layer of one span.
-#[allow(unsafe_code, reason = "the bounds of all runs were checked")]
 fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable) -> Digest {
     let mut digest = Digest::ZERO;
     for plane in 0..page.planes() {
@@ -121,12 +123,13 @@ fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable) -> Digest
             let mut offset = strip.place.offset + h as u64 * strip.head_stride;
             for token in page.tokens() {
                 let at = Place { region: strip.place.region, offset };
-                // SAFETY: `check` compared the plan's highest byte of each region with the region's length on this side, and a
-                // page's strips are the bytes of the plan's runs.
-                digest.add_run(unsafe { raw::hash_run(regions, at, strip.run_bytes, key.run(token)) });
+                digest.add_run(raw::hash_run(regions, at, strip.run_bytes, key.run(token)));
                 offset += strip.token_stride;
             }
         }
     }
     digest
 }
+
+#[cfg(test)]
+mod tests;

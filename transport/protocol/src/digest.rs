@@ -148,10 +148,10 @@ impl RunState {
     /// Step 3 for one stripe; the last one is filled up with zero bytes.
     #[inline(always)]
     pub fn stripe(&mut self, words: [u64; 4]) {
-        for lane in 0..4 {
-            let x = words[lane] ^ self.lane_keys[lane];
+        for (lane, &word) in words.iter().enumerate() {
+            let x = word ^ self.lane_keys[lane];
             self.products[lane] = self.products[lane].wrapping_add((x & 0xffff_ffff) * (x >> 32));
-            self.sums[lane] = self.sums[lane].wrapping_add(words[lane]);
+            self.sums[lane] = self.sums[lane].wrapping_add(word);
             self.lane_keys[lane] = self.lane_keys[lane].wrapping_add(S);
         }
     }

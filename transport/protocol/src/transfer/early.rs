@@ -114,6 +114,12 @@ impl Early {
         Some(kept.message)
     }
 
+    /// Who spoke early of a transfer; the first by name if several did.
+    #[must_use]
+    pub fn peer_of(&self, transfer: TransferId) -> Option<&PeerId> {
+        self.kept.keys().find(|(_, of)| *of == transfer).map(|(peer, _)| peer)
+    }
+
     /// Forgets what a peer said: its session ended, and its grants with it.
     pub fn peer_down(&mut self, peer: &PeerId) {
         self.kept.retain(|(of, _), _| of != peer);
