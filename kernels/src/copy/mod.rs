@@ -9,7 +9,7 @@ mod raw;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
-use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, plan};
+use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, Strip, plan};
 
 pub use pack::pack_with_digest;
 pub use raw::RegionTable;
@@ -74,10 +74,10 @@ pub fn copy(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<(),
 pub fn gather_with_digest(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<Digest, CopyError> {
     check(plan, Side::Source, src)?;
     check(plan, Side::Destination, dst)?;
-    let mut digest = Digest::ZERO;
+    let (mut digest, mut keys) = (Digest::ZERO, Vec::new());
     plan.for_each_page(|page| {
         page.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
-        digest += page_digest(&page, Side::Destination, dst);
+        digest += page_digest(&page, Side::Destination, dst, &mut keys);
     });
     Ok(digest)
 }
@@ -98,8 +98,8 @@ pub fn digest(view: &CacheView<'_>, selection: &Selection, regions: &RegionTable
 /// [`CopyError::Region`] or [`CopyError::Bounds`], before anything is read.
 pub fn digest_side(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<Digest, CopyError> {
     check(plan, side, regions)?;
-    let mut digest = Digest::ZERO;
-    plan.for_each_page(|page| digest += page_digest(&page, side, regions));
+    let (mut digest, mut keys) = (Digest::ZERO, Vec::new());
+    plan.for_each_page(|page| digest += page_digest(&page, side, regions, &mut keys));
     Ok(digest)
 }
 
@@ -113,18 +113,28 @@ fn check(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<(), CopyE
     Ok(())
 }
 
-/// The digest of one layer of one span.
-fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable) -> Digest {
+/// The digest of one layer of one span, read in the order of memory. `keys` is room to work in.
+fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable, keys: &mut Vec<HeadKey>) -> Digest {
     let mut digest = Digest::ZERO;
     for plane in 0..page.planes() {
-        let strip = page.strip(plane, side);
-        for (h, head) in page.heads().enumerate() {
-            let key = HeadKey::new(page.layer(), plane as u8, head);
-            let mut offset = strip.place.offset + h as u64 * strip.head_stride;
-            for token in page.tokens() {
-                let at = Place { region: strip.place.region, offset };
-                digest.add_run(raw::hash_run(regions, at, strip.run_bytes, key.run(token)));
-                offset += strip.token_stride;
+        let Strip { place, head_stride, token_stride, run_bytes } = page.strip(plane, side);
+        let mut add = |key: HeadKey, token: u32, offset: u64| {
+            let at = Place { region: place.region, offset };
+            digest.add_run(raw::hash_run(regions, at, run_bytes, key.run(token)));
+        };
+        keys.clear();
+        keys.extend(page.heads().map(|head| HeadKey::new(page.layer(), plane as u8, head)));
+        if head_stride < token_stride {
+            for (token, n) in page.tokens().zip(0_u64..) {
+                for (&key, h) in keys.iter().zip(0_u64..) {
+                    add(key, token, place.offset + n * token_stride + h * head_stride);
+                }
+            }
+        } else {
+            for (&key, h) in keys.iter().zip(0_u64..) {
+                for (token, n) in page.tokens().zip(0_u64..) {
+                    add(key, token, place.offset + h * head_stride + n * token_stride);
+                }
             }
         }
     }

@@ -5,7 +5,7 @@ use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{CopyPlan, Place, Side};
 
 use super::raw::RegionTable;
-use super::{CopyError, check, copy_run, digest_side, raw};
+use super::{CopyError, check, digest_side, raw};
 
 /// Packs a plan's source bytes into `out`, in the order of [`CopyPlan::source_pages`], and digests them.
 ///
@@ -25,7 +25,7 @@ pub fn pack_with_digest(plan: &CopyPlan, src: &RegionTable, out: &mut [u8]) -> R
         for &base in &pages.bases {
             for piece in &pages.pieces {
                 piece.for_each_run(base, |offset| {
-                    copy_run(src, Place { region: piece.region, offset }, &slab, at, piece.run_bytes);
+                    raw::copy_run(src, Place { region: piece.region, offset }, &slab, at, piece.run_bytes);
                     at.offset += piece.run_bytes;
                 });
             }

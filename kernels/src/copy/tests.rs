@@ -1,7 +1,6 @@
 //! Copies and digests over real memory against the naive model.
 
 #[path = "../../../transport/protocol/tests/layout_model/mod.rs"]
-#[expect(clippy::allow_attributes, reason = "the model allows parts of it to stand idle")]
 mod layout_model;
 
 use kvferry_protocol::digest::run_hash;

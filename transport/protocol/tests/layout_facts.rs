@@ -1,6 +1,5 @@
 //! What engines agree on about addresses and hand-over, as tables in our words. "Fact n" is a number of the vLLM contract.
 
-#[expect(clippy::allow_attributes, reason = "the model allows parts of it to stand idle")]
 mod layout_model;
 
 use kvferry_protocol::layout::{

@@ -1,6 +1,5 @@
 //! `plan` against the naive model: every ordered pair of the listed orders, and everything else at random.
 
-#[expect(clippy::allow_attributes, reason = "the model allows parts of it to stand idle")]
 mod layout_model;
 
 use kvferry_protocol::layout::{Selection, Side, plan};

@@ -1,6 +1,5 @@
 //! Tensor-parallel groups of unequal size: every destination rank gets exactly its heads, whoever holds them.
 
-#[expect(clippy::allow_attributes, reason = "the model allows parts of it to stand idle")]
 mod layout_model;
 
 use kvferry_protocol::layout::{KvShape, Selection, Shard, heads_of, plan, readers_of, sources_of};

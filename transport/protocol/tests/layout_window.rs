@@ -1,6 +1,5 @@
 //! Windows: what crosses the wire between two layouts that do not know each other.
 
-#[expect(clippy::allow_attributes, reason = "the model allows parts of it to stand idle")]
 mod layout_model;
 
 use kvferry_protocol::BlockId;
