@@ -7,13 +7,12 @@ use std::sync::Arc;
 use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load};
 use kvferry::contract::{EngineFinish, Hold, Scheduler, Worker};
 use kvferry_protocol::LayerId;
-use kvferry_transport::Transport;
-use kvferry_transport::loopback::{FaultPlan, LoopbackConfig, LoopbackNetwork};
+use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
 
 fn loopback(network: &LoopbackNetwork, faults: FaultPlan) -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
     let network = network.clone();
     move |config, greeting| {
-        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), faults.clone()))
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), faults))
     }
 }
 
@@ -58,10 +57,6 @@ fn hand_over(prefill: &mut Engine, decode: &mut Engine, tokens: u32, chunk: u32,
     if matches!(hold, Hold::Until { .. }) {
         prefill.idle_until("the release", |applied| applied.released.len() == 1);
     }
-    decode.idle_until("the end", |_| decode_idle(&request.id));
-    fn decode_idle(_: &kvferry::contract::RequestId) -> bool {
-        true
-    }
     wait_for(prefill, decode);
 }
 
@@ -96,7 +91,7 @@ fn all_tokens_arrive_in_both_orders_layouts_block_sizes_and_chunkings() {
         ] {
             for (tokens, chunk) in [(1, 8), (7, 8), (8, 8), (9, 8), (33, 10), (40, 40)] {
                 let network = LoopbackNetwork::new();
-                let make = loopback(&network, FaultPlan::default());
+                let make = loopback(&network, FaultPlan::NONE);
                 let prefill =
                     Setup { order, layout: layouts.0, tokens_per_block: block_sizes.0, ..Setup::prefill() };
                 let decode = Setup { order, layout: layouts.1, tokens_per_block: block_sizes.1, ..Setup::decode() };
@@ -110,7 +105,7 @@ fn all_tokens_arrive_in_both_orders_layouts_block_sizes_and_chunkings() {
 #[test]
 fn only_what_is_behind_the_local_prefix_travels() {
     let network = LoopbackNetwork::new();
-    let make = loopback(&network, FaultPlan::default());
+    let make = loopback(&network, FaultPlan::NONE);
     let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
     hand_over(&mut prefill, &mut decode, 30, 8, 12);
     let moved: u64 = decode.metrics.snapshot().transfer_bytes_total.total();
@@ -120,7 +115,7 @@ fn only_what_is_behind_the_local_prefix_travels() {
 #[test]
 fn another_model_is_refused_by_the_name_of_the_field() {
     let network = LoopbackNetwork::new();
-    let make = loopback(&network, FaultPlan::default());
+    let make = loopback(&network, FaultPlan::NONE);
     let other = Setup { model: "other", ..Setup::prefill() };
     let (prefill, mut decode) = engines(&other, &Setup::decode(), &make);
     let request = fetch("d", 1, 20, prefill.address());
@@ -136,7 +131,7 @@ fn another_model_is_refused_by_the_name_of_the_field() {
 fn an_abort_on_either_side_ends_both_and_frees_everything() {
     for aborted in ["decode", "prefill"] {
         let network = LoopbackNetwork::new();
-        let make = loopback(&network, FaultPlan::default());
+        let make = loopback(&network, FaultPlan::NONE);
         let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
         let request = fetch("d", 1, 40, prefill.address());
         let blocks = decode.blocks(0, 40);
