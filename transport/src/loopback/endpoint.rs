@@ -96,10 +96,14 @@ impl Shared {
         }
     }
 
-    /// Ends the sessions with other starts of this peer's engine, of which nothing is accepted from now on.
+    /// Ends the sessions with other starts of this peer's engine, of which nothing is accepted from now on; unless the peer is
+    /// itself one that was replaced.
     pub(crate) fn supersede(&self, peer: &PeerId) {
         let old: Vec<_> = {
             let mut state = self.lock();
+            if state.superseded.contains(peer) {
+                return;
+            }
             let old: Vec<_> =
                 state.ends.values().filter(|end| is_other_start(&end.remote.peer, peer)).cloned().collect();
             for end in &old {

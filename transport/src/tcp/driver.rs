@@ -247,12 +247,11 @@ impl Driver<'_> {
     }
 
     fn expire(&mut self, now: Instant) {
-        for index in (0..self.handshaking.len()).rev() {
-            if self.handshaking[index].poll_timeout() <= now {
-                let late = self.handshaking.swap_remove(index);
-                let reason = late.late();
-                self.failed(&late, reason);
-            }
+        // One failure may take others out of the list.
+        while let Some(index) = self.handshaking.iter().position(|handshake| handshake.poll_timeout() <= now) {
+            let late = self.handshaking.swap_remove(index);
+            let reason = late.late();
+            self.failed(&late, reason);
         }
         let is_late = |pending: &mut Pending| pending.deadline <= now;
         let late: Vec<_> = self.pending.extract_if(.., is_late).collect();
@@ -285,6 +284,22 @@ impl Driver<'_> {
             return; // nobody wants it any more
         }
         let peer = pending.identity.peer.clone();
+        // Both dialled at once, and the other session was quicker.
+        let is_needless = match pending.dialled {
+            Some(_) => self.is_needless(&peer),
+            None => self.dialled_session_with(&peer) && self.shared.peer < peer,
+        };
+        if is_needless {
+            return pending.dialled.map_or((), |address| self.wait_with(address));
+        }
+        if self.superseded.contains(&peer) {
+            // Replaced while its lanes were coming.
+            let problem = "a later start of its engine replaced it".to_owned();
+            if let Some(address) = pending.dialled {
+                self.missed(address, Some(peer.clone()), TransportError::Protocol { peer: peer.to_string(), problem });
+            }
+            return;
+        }
         for index in (0..self.live.len()).rev() {
             let other = self.live[index].session.peer.clone();
             if other == peer {

@@ -73,9 +73,27 @@ const NO_HEADER: Incoming = Incoming::Header { bytes: [0; FrameHeader::BYTES], g
 
 /// What one step led to.
 enum Turn {
+    /// There may be more.
     Moved,
+    /// The socket has no more, or takes no more.
     Blocked,
     Nothing,
+}
+
+/// What one system call moved, and what it could have.
+struct Call {
+    result: io::Result<usize>,
+    asked: usize,
+}
+
+impl Call {
+    fn new(result: io::Result<usize>, asked: usize) -> Self {
+        Self { result, asked }
+    }
+
+    fn bytes(&self) -> usize {
+        *self.result.as_ref().unwrap_or(&0)
+    }
 }
 
 impl Lane {
@@ -148,17 +166,16 @@ impl Lane {
             }
         }
         let fd = self.stream.as_fd();
-        let sent = match &mut self.outgoing {
+        let call = match &mut self.outgoing {
             Outgoing::Empty => return Ok(Turn::Nothing),
             Outgoing::Words { bytes, sent } => {
-                let result = ffi::send_runs(fd, &[RawRun::of(&bytes[*sent..])]);
-                if let Ok(more) = result {
-                    *sent += more;
-                    if *sent == bytes.len() {
-                        self.outgoing = Outgoing::Empty;
-                    }
+                let asked = bytes.len() - *sent;
+                let call = Call::new(ffi::send_runs(fd, &[RawRun::of(&bytes[*sent..])]), asked);
+                *sent += call.bytes();
+                if call.bytes() == asked {
+                    self.outgoing = Outgoing::Empty;
                 }
-                result
+                call
             }
             Outgoing::Frame(frame) => {
                 let left = frame.total - frame.sent;
@@ -174,51 +191,55 @@ impl Lane {
                     self.outgoing = Outgoing::Empty;
                     return Ok(Turn::Moved);
                 };
-                let sent = *result.as_ref().unwrap_or(&0) as u64;
+                let call = Call::new(result, allowed as usize);
+                let sent = call.bytes() as u64;
                 refund(&self.session, allowed - sent);
                 Counters::add(&core.counters.sent_bytes, frame.count_payload(sent));
                 if frame.sent == frame.total {
                     self.outgoing = Outgoing::Empty;
                 }
-                result
+                call
             }
         };
-        self.moved("write a data lane", sent)
+        self.moved("write a data lane", call)
     }
 
     fn receive(&mut self, core: &Core, sink: &mut [u8]) -> Result<Turn, TransportError> {
         let fd = self.stream.as_fd();
-        let received = match &mut self.incoming {
+        let call = match &mut self.incoming {
             Incoming::Header { bytes, got } => {
-                let result = ffi::receive_runs(fd, &[RawRun::of_mut(&mut bytes[*got..])]);
-                *got += result.as_ref().unwrap_or(&0);
+                let asked = FrameHeader::BYTES - *got;
+                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut bytes[*got..])]), asked);
+                *got += call.bytes();
                 if *got == FrameHeader::BYTES {
                     let header = FrameHeader::decode(bytes, self.session.version).map_err(|e| self.torn(&e))?;
                     self.begin(core, header)?;
                 }
-                result
+                call
             }
             Incoming::Table { header, table, got } => {
-                let result = ffi::receive_runs(fd, &[RawRun::of_mut(&mut table[*got..])]);
-                *got += result.as_ref().unwrap_or(&0);
+                let asked = table.len() - *got;
+                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut table[*got..])]), asked);
+                *got += call.bytes();
                 if *got == table.len() {
                     let (header, table) = (*header, std::mem::take(table));
                     self.admit(core, &header, &table)?;
                 }
-                result
+                call
             }
             Incoming::Payload { header, inbound } => {
                 let placed = inbound.place(|runs| {
-                    let result = ffi::receive_runs(fd, runs);
-                    (*result.as_ref().unwrap_or(&0), result)
+                    let asked = runs.iter().take(ffi::MAX_RUNS).map(|run| run.bytes()).sum();
+                    let call = Call::new(ffi::receive_runs(fd, runs), asked);
+                    (call.bytes(), call)
                 });
                 let (header, left) = (*header, inbound.left());
                 match placed {
-                    Ok(result) => {
+                    Ok(call) => {
                         if left == 0 {
                             self.land(core, &header);
                         }
-                        result
+                        call
                     }
                     Err(refusal) => {
                         self.refuse(core, &header, refusal, left);
@@ -227,21 +248,21 @@ impl Lane {
                 }
             }
             Incoming::Sink { left } => {
-                let take = sink.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
-                let result = ffi::receive_runs(fd, &[RawRun::of_mut(&mut sink[..take])]);
-                let dropped = *result.as_ref().unwrap_or(&0) as u64;
+                let asked = sink.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
+                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut sink[..asked])]), asked);
+                let dropped = call.bytes() as u64;
                 *left -= dropped;
                 Counters::add(&core.counters.dropped_bytes, dropped);
                 if *left == 0 {
                     self.incoming = NO_HEADER;
                 }
-                result
+                call
             }
         };
-        if let Ok(0) = received {
+        if let Ok(0) = call.result {
             return Err(self.broken("read a data lane", io::ErrorKind::UnexpectedEof.into()));
         }
-        self.moved("read a data lane", received)
+        self.moved("read a data lane", call)
     }
 
     fn begin(&mut self, core: &Core, header: FrameHeader) -> Result<(), TransportError> {
@@ -294,11 +315,12 @@ impl Lane {
         self.words.extend_from_slice(&word.encode(self.session.version));
     }
 
-    fn moved(&self, operation: &'static str, result: io::Result<usize>) -> Result<Turn, TransportError> {
-        match result {
-            Ok(_) => {
+    fn moved(&self, operation: &'static str, call: Call) -> Result<Turn, TransportError> {
+        match call.result {
+            Ok(moved) => {
                 self.session.note_moved(Instant::now());
-                Ok(Turn::Moved)
+                // Less than could have been: asking again now would be a system call for nothing.
+                Ok(if moved < call.asked { Turn::Blocked } else { Turn::Moved })
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Turn::Blocked),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Turn::Moved),

@@ -170,18 +170,18 @@ impl Driver<'_> {
     }
 
     /// Whether there is a session with the peer that is to be kept instead of a new one that we dialled.
-    fn is_needless(&self, peer: &PeerId) -> bool {
+    pub(super) fn is_needless(&self, peer: &PeerId) -> bool {
         let known = self.live.iter().any(|control| control.session.peer == *peer);
         // Both dialled at once: the session that the smaller one dialled stays.
         known && (self.dialled_session_with(peer) || self.shared.peer > *peer)
     }
 
-    fn dialled_session_with(&self, peer: &PeerId) -> bool {
+    pub(super) fn dialled_session_with(&self, peer: &PeerId) -> bool {
         self.live.iter().any(|control| control.session.peer == *peer && control.session.address.is_some())
     }
 
     /// Looks again later whether the session that the peer dialled is still there.
-    fn wait_with(&mut self, address: SocketAddr) {
+    pub(super) fn wait_with(&mut self, address: SocketAddr) {
         let target = self.targets.iter_mut().find(|target| target.address == address);
         if let Some(target) = target {
             target.retry(Instant::now(), &mut self.back_off);
