@@ -19,10 +19,12 @@ const LEASE_MAX_MS: u64 = 3000;
 const WORD_MS: u64 = 700;
 const ASK_MS: u64 = 120;
 const LINGER_MS: u64 = 400;
+/// The longest fence and the longest hash after it, and a busy inbox.
+const SLACK_MS: u64 = 1500;
 
-/// The slowest clock takes this much longer, plus what a driver may take for a fence, a hash and a busy inbox.
+/// The slowest clock takes this much longer, plus what its driver may take.
 fn limit(ms: u64) -> u64 {
-    ms * MS * 1000 / 900 + 4000 * MS
+    ms * MS * 1000 / 900 + SLACK_MS * MS
 }
 
 impl World {

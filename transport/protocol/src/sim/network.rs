@@ -41,6 +41,8 @@ pub(super) struct GrantRecord {
     generation: Generation,
     blocks: Blocks,
     pub(super) live: bool,
+    /// Bytes land although it is dead: a planted bug.
+    leaks: bool,
 }
 
 /// A posted write.
@@ -259,6 +261,7 @@ impl World {
             generation,
             blocks: blocks.clone(),
             live: true,
+            leaks: false,
         };
         self.next_id += 1;
         self.grants.insert(self.next_id, record);
@@ -274,10 +277,10 @@ impl World {
         generation: Generation,
         grant: u64,
     ) {
-        if self.options.driver_bug != Some(DriverBug::FenceLies)
-            && let Some(record) = self.grants.get_mut(&grant)
-        {
+        let leaks = self.options.driver_bug == Some(DriverBug::FenceLies);
+        if let Some(record) = self.grants.get_mut(&grant) {
             record.live = false;
+            record.leaks = leaks;
         }
         if self.nodes[node].incarnation == incarnation {
             self.push(node, Inbox::Fenced { key, generation });
@@ -359,7 +362,7 @@ impl World {
         let (from, to) = (write.from, write.to);
         let Some(grant) = self.grants.get(&write.grant) else { return Ok(()) };
         let receiver = &mut self.nodes[to];
-        let takes = grant.live
+        let takes = (grant.live || grant.leaks)
             && receiver.alive
             && receiver.incarnation == grant.incarnation
             && (grant.decode, grant.prefill, grant.session) == (to, from, write.session);
