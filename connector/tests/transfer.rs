@@ -9,7 +9,10 @@ use kvferry::contract::{EngineFinish, Hold, Scheduler, Worker};
 use kvferry_protocol::LayerId;
 use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
 
-fn loopback(network: &LoopbackNetwork, faults: FaultPlan) -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
+fn loopback(
+    network: &LoopbackNetwork,
+    faults: FaultPlan,
+) -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
     let network = network.clone();
     move |config, greeting| {
         Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), faults))
@@ -92,8 +95,7 @@ fn all_tokens_arrive_in_both_orders_layouts_block_sizes_and_chunkings() {
             for (tokens, chunk) in [(1, 8), (7, 8), (8, 8), (9, 8), (33, 10), (40, 40)] {
                 let network = LoopbackNetwork::new();
                 let make = loopback(&network, FaultPlan::NONE);
-                let prefill =
-                    Setup { order, layout: layouts.0, tokens_per_block: block_sizes.0, ..Setup::prefill() };
+                let prefill = Setup { order, layout: layouts.0, tokens_per_block: block_sizes.0, ..Setup::prefill() };
                 let decode = Setup { order, layout: layouts.1, tokens_per_block: block_sizes.1, ..Setup::decode() };
                 let (mut prefill, mut decode) = engines(&prefill, &decode, &make);
                 hand_over(&mut prefill, &mut decode, tokens, chunk, 0);

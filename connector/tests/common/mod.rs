@@ -20,36 +20,36 @@ use kvferry_protocol::manifest::{self, Manifest, Planes, Rope, RopeStyle, ScaleP
 use kvferry_protocol::{BlockId, Incarnation, LayerId};
 use kvferry_transport::{PeerAddress, Transport};
 
-pub const LAYERS: u16 = 6;
-pub const HEADS: u16 = 2;
-pub const DIM: usize = 8;
+pub(crate) const LAYERS: u16 = 6;
+pub(crate) const HEADS: u16 = 2;
+pub(crate) const DIM: usize = 8;
 
 /// How long a test waits for what must come.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// One engine: a scheduler half, a worker half and a cache.
-pub struct Engine {
-    pub scheduler: PdScheduler,
-    pub worker: PdWorker,
-    pub cache: HostKvCache,
-    pub metrics: Arc<Metrics>,
+pub(crate) struct Engine {
+    pub(crate) scheduler: PdScheduler,
+    pub(crate) worker: PdWorker,
+    pub(crate) cache: HostKvCache,
+    pub(crate) metrics: Arc<Metrics>,
 }
 
 /// What differs between engines.
 #[derive(Clone)]
-pub struct Setup {
-    pub name: &'static str,
-    pub role: &'static str,
-    pub order: &'static str,
-    pub layout: &'static str,
-    pub tokens_per_block: u32,
-    pub incarnation: u64,
-    pub model: &'static str,
-    pub extra: &'static str,
+pub(crate) struct Setup {
+    pub(crate) name: &'static str,
+    pub(crate) role: &'static str,
+    pub(crate) order: &'static str,
+    pub(crate) layout: &'static str,
+    pub(crate) tokens_per_block: u32,
+    pub(crate) incarnation: u64,
+    pub(crate) model: &'static str,
+    pub(crate) extra: &'static str,
 }
 
 impl Setup {
-    pub fn prefill() -> Self {
+    pub(crate) fn prefill() -> Self {
         Self {
             name: "prefill",
             role: "prefill",
@@ -62,12 +62,12 @@ impl Setup {
         }
     }
 
-    pub fn decode() -> Self {
+    pub(crate) fn decode() -> Self {
         Self { name: "decode", role: "decode", layout: "BHLPNC", ..Self::prefill() }
     }
 }
 
-pub fn manifest(model: &str) -> Manifest {
+pub(crate) fn manifest(model: &str) -> Manifest {
     Manifest {
         model: model.into(),
         model_fingerprint: manifest::Fingerprint([7; 32]),
@@ -77,7 +77,12 @@ pub fn manifest(model: &str) -> Manifest {
         head_size_k: DIM as u32,
         head_size_v: DIM as u32,
         planes: Planes::KeyValue,
-        rope: Rope { style: RopeStyle::Half, theta_bits: 10_000_f64.to_bits(), rotary_elements: DIM as u32, scaling: "none".into() },
+        rope: Rope {
+            style: RopeStyle::Half,
+            theta_bits: 10_000_f64.to_bits(),
+            rotary_elements: DIM as u32,
+            scaling: "none".into(),
+        },
         scales: Scales { per: ScalePer::None, fingerprint: manifest::Fingerprint::default() },
         hash_scheme: "test".into(),
         digest_scheme: "kvferry-1".into(),
@@ -86,10 +91,10 @@ pub fn manifest(model: &str) -> Manifest {
 }
 
 /// Makes an engine's transport from its configuration and greeting.
-pub type MakeTransport<'a> = &'a dyn Fn(&ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport>;
+pub(crate) type MakeTransport<'a> = &'a dyn Fn(&ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport>;
 
 impl Engine {
-    pub fn new(setup: &Setup, make: MakeTransport<'_>) -> Self {
+    pub(crate) fn new(setup: &Setup, make: MakeTransport<'_>) -> Self {
         let text = format!(
             "engine_id = \"{}\"\nrole = \"{}\"\norder = \"{}\"\ntransport = \"loopback\"\n{}",
             setup.name, setup.role, setup.order, setup.extra
@@ -109,30 +114,29 @@ impl Engine {
         let transport = make(&config, greeting(&manifest, shard, &cache).unwrap());
         let metrics = Arc::new(Metrics::new());
         let layerwise = config.layerwise();
-        let parts =
-            PdWorkerParts { config, manifest, shard, cache: cache.clone(), metrics: Arc::clone(&metrics) };
+        let parts = PdWorkerParts { config, manifest, shard, cache: cache.clone(), metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport).unwrap();
         let tokens_per_block = NonZeroU32::new(setup.tokens_per_block).unwrap();
         let scheduler = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
         Self { scheduler, worker, cache, metrics }
     }
 
-    pub fn address(&self) -> PeerAddress {
+    pub(crate) fn address(&self) -> PeerAddress {
         self.worker.local_address()
     }
 
-    pub fn tokens_per_block(&self) -> u32 {
+    pub(crate) fn tokens_per_block(&self) -> u32 {
         self.cache.layout().shape().tokens_per_block
     }
 
     /// Blocks for `tokens` tokens, in an order that no plan may take for granted.
-    pub fn blocks(&self, first: u32, tokens: u32) -> Vec<BlockId> {
-        let n = tokens.div_ceil(self.tokens_per_block());
-        (0..n).rev().map(|i| BlockId::new(first + (i * 5) % n.max(1).next_multiple_of(7))).collect::<Vec<_>>().distinct(first)
+    pub(crate) fn blocks(&self, first: u32, tokens: u32) -> Vec<BlockId> {
+        // 43 is prime, so these are distinct; neither rising nor falling nor adjacent.
+        (0..tokens.div_ceil(self.tokens_per_block())).map(|i| BlockId::new(first + (i * 7 + 3) % 43)).collect()
     }
 
     /// One step that computes `tokens` of a request, layer by layer.
-    pub fn prefill_step(&mut self, request: &Request, blocks: &[BlockId], tokens: Range<u32>) {
+    pub(crate) fn prefill_step(&mut self, request: &Request, blocks: &[BlockId], tokens: Range<u32>) {
         let meta = self.step(request, blocks, tokens.clone());
         self.worker.begin_step(meta).unwrap();
         for layer in 0..LAYERS {
@@ -142,12 +146,12 @@ impl Engine {
         self.worker.wait_saved();
     }
 
-    pub fn step(&mut self, request: &Request, blocks: &[BlockId], tokens: Range<u32>) -> StepMeta {
+    pub(crate) fn step(&mut self, request: &Request, blocks: &[BlockId], tokens: Range<u32>) -> StepMeta {
         let scheduled = ScheduledRequest { id: request.id.clone(), tokens, blocks: blocks.to_vec() };
         self.scheduler.build_step(&ScheduledStep { requests: vec![scheduled] })
     }
 
-    pub fn idle_step(&mut self) -> Applied {
+    pub(crate) fn idle_step(&mut self) -> Applied {
         let meta = self.scheduler.build_step(&ScheduledStep::default());
         self.worker.begin_step(meta).unwrap();
         let results = self.worker.poll();
@@ -155,7 +159,7 @@ impl Engine {
     }
 
     /// Steps until `done` likes what came of it.
-    pub fn idle_until(&mut self, what: &str, mut done: impl FnMut(&Applied) -> bool) -> Applied {
+    pub(crate) fn idle_until(&mut self, what: &str, mut done: impl FnMut(&Applied) -> bool) -> Applied {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let applied = self.idle_step();
@@ -168,7 +172,7 @@ impl Engine {
     }
 
     /// Stores keys and values that say which layer, token and head they are.
-    pub fn store(&self, layer: u16, blocks: &[BlockId], tokens: Range<u32>) {
+    pub(crate) fn store(&self, layer: u16, blocks: &[BlockId], tokens: Range<u32>) {
         let slots: Vec<_> = tokens
             .clone()
             .map(|token| Slot::of_position(token as usize, blocks, self.tokens_per_block()).unwrap())
@@ -184,7 +188,7 @@ impl Engine {
     }
 
     /// The bytes of a request's tokens, in one canonical order.
-    pub fn read(&self, blocks: &[BlockId], tokens: u32) -> Vec<u8> {
+    pub(crate) fn read(&self, blocks: &[BlockId], tokens: u32) -> Vec<u8> {
         let shape = KvShape { blocks: 1, tokens_per_block: tokens, ..self.cache.layout().shape().clone() };
         let packed = KvLayout::packed(shape, "BLPHNC".parse().unwrap()).unwrap();
         let source = CacheView { layout: self.cache.layout(), shard: Shard::default(), blocks, first_token: 0 };
@@ -204,12 +208,12 @@ impl Engine {
         out
     }
 
-    pub fn finish(&mut self, request: &Request, blocks: &[BlockId], how: EngineFinish) -> Hold {
+    pub(crate) fn finish(&mut self, request: &Request, blocks: &[BlockId], how: EngineFinish) -> Hold {
         self.scheduler.finished(&request.id, blocks, how)
     }
 
     /// All gauges of what a transfer holds are at zero.
-    pub fn holds_nothing(&self) -> bool {
+    pub(crate) fn holds_nothing(&self) -> bool {
         let snapshot = self.metrics.snapshot();
         snapshot.transfers_live.total() == 0
             && snapshot.grants_live == 0
@@ -223,39 +227,19 @@ fn element(layer: u16, plane: u32, head: u32, token: u32, d: u32) -> f32 {
     (u32::from(layer) * 100_000 + plane * 50_000 + head * 20_000 + token * 10 + d) as f32
 }
 
-trait Distinct {
-    fn distinct(self, first: u32) -> Self;
-}
-
-impl Distinct for Vec<BlockId> {
-    /// Replaces repeated ids by free ones, so that the list is a scattered set of blocks.
-    fn distinct(mut self, first: u32) -> Self {
-        let mut used = std::collections::BTreeSet::new();
-        for block in &mut self {
-            let mut id = block.get();
-            while !used.insert(id) {
-                id += 1;
-            }
-            assert!(id < first + 40);
-            *block = BlockId::new(id);
-        }
-        self
-    }
-}
-
-pub fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: PeerAddress) -> Request {
+pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: PeerAddress) -> Request {
     let params =
         TransferParams::Fetch { transfer: kvferry_protocol::TransferId::new(transfer), from, ask: b"please".to_vec() };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 
-pub fn keep(id: &str, transfer: u128, prompt_tokens: u32, to: Option<kvferry_protocol::PeerId>) -> Request {
+pub(crate) fn keep(id: &str, transfer: u128, prompt_tokens: u32, to: Option<kvferry_protocol::PeerId>) -> Request {
     let params = TransferParams::Keep { transfer: kvferry_protocol::TransferId::new(transfer), to };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 
 /// Asks for all that is not here, and starts the load.
-pub fn start_load(engine: &mut Engine, request: &Request, blocks: &[BlockId], local: u32) {
+pub(crate) fn start_load(engine: &mut Engine, request: &Request, blocks: &[BlockId], local: u32) {
     let n = match engine.scheduler.matched_tokens(request, local) {
         Match::Async(n) => n.get(),
         other => panic!("{other:?}"),
