@@ -3,7 +3,7 @@
 mod layout_model;
 
 use kvferry_protocol::BlockId;
-use kvferry_protocol::layout::{KvShape, Place, Selection, Shard, WindowError, WindowShape, plan, window_pages};
+use kvferry_protocol::layout::{KvShape, Selection, Shard, WindowError, WindowShape, plan, window_pages};
 use kvferry_protocol::pages::Extent;
 use layout_model::{
     Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, bytes_of, layout, naive_copy,
