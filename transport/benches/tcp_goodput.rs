@@ -4,7 +4,7 @@
 //! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers). They take
 //! turns, and the medians are compared.
 //!
-//! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N]`
+//! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N] [--only 1|2]`
 
 use std::io::{IoSlice, IoSliceMut, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -30,6 +30,8 @@ struct Options {
     lanes: u16,
     frame_bytes: u32,
     threads: u16,
+    /// 0: both, 1: the transport alone, 2: the raw pair alone; for profilers.
+    only: usize,
 }
 
 fn main() {
@@ -51,9 +53,17 @@ fn main() {
         let (mut ours_cpu, mut raw_cpu) = (0.0, 0.0);
         for _ in 0..options.rounds {
             let before = cpu_seconds();
-            raw_gbps.push(rate(options.total_bytes, || raw.run(options.total_bytes)));
+            raw_gbps.push(rate(options.total_bytes, || {
+                if options.only != 1 {
+                    raw.run(options.total_bytes)
+                }
+            }));
             let between = cpu_seconds();
-            ours_gbps.push(rate(options.total_bytes, || ours.run(options.total_bytes)));
+            ours_gbps.push(rate(options.total_bytes, || {
+                if options.only != 2 {
+                    ours.run(options.total_bytes)
+                }
+            }));
             raw_cpu += between - before;
             ours_cpu += cpu_seconds() - between;
         }
@@ -72,7 +82,8 @@ fn main() {
 }
 
 fn options() -> Options {
-    let mut options = Options { rounds: 7, total_bytes: 512 << 20, lanes: 2, frame_bytes: 1 << 20, threads: 2 };
+    let mut options =
+        Options { rounds: 7, total_bytes: 512 << 20, lanes: 2, frame_bytes: 1 << 20, threads: 2, only: 0 };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         if name == "--bench" {
@@ -84,8 +95,9 @@ fn options() -> Options {
             "--mib" => options.total_bytes = value << 20,
             "--lanes" => options.lanes = value as u16,
             "--threads" => options.threads = value as u16,
+            "--only" => options.only = value,
             "--frame-kib" => options.frame_bytes = (value << 10) as u32,
-            other => panic!("{other}: give --rounds, --mib, --lanes, --threads or --frame-kib"),
+            other => panic!("{other}: give --rounds, --mib, --lanes, --threads, --frame-kib or --only"),
         }
     }
     options
