@@ -219,6 +219,33 @@ fn a_receiver_that_stops_reading_is_given_up_and_the_source_is_free() {
 }
 
 #[test]
+fn a_cancelled_source_is_not_read_again_even_in_the_middle_of_a_frame() {
+    let mut a = node("a", config(), 8 * MIB);
+    a.memory.fill(0, 8 * MIB, 0x33);
+    let mut raw = RawPeer::join(&mut a, "slow");
+    let grant = GrantKey(9);
+    let post = a.post(&peer("slow", 1), grant, 4, 0, 0, 8 * MIB as u64);
+    // The frame has begun, and the socket is full long before its end.
+    let header = raw.word();
+    let mut table = vec![0; header.table_bytes as usize];
+    raw.data.read_exact(&mut table).unwrap();
+    a.transport.cancel(&peer("slow", 1), grant);
+    let mut bytes = [0; FrameHeader::BYTES];
+    while FrameHeader::decode(&bytes, VERSION).map(|header| header.kind) != Ok(FrameKind::Cancel) {
+        raw.control.read_exact(&mut bytes).unwrap();
+    }
+    assert!(a.drain().is_empty(), "it does not end before the receiver's word");
+    let word = FrameHeader::about(FrameKind::Refuse, Some(Refusal::Cancelled), grant.0, 4);
+    raw.control.write_all(&word.encode(VERSION)).unwrap();
+    assert!(matches!(a.wait_posted(post), Err(TransportError::Cancelled)));
+    a.memory.fill(0, 8 * MIB, 0x77);
+    let mut payload = vec![0xff; header.payload_bytes as usize];
+    raw.data.read_exact(&mut payload).unwrap();
+    assert!(payload.iter().all(|byte| matches!(byte, 0x33 | 0)), "the source was read after its post had ended");
+    assert!(payload.contains(&0), "the frame was whole before: the test has no teeth");
+}
+
+#[test]
 fn a_cut_in_the_middle_of_a_write_ends_it_on_both_sides_and_a_new_session_comes() {
     let mut b = node("b", config(), 8 * MIB);
     let mut a = node("a", config(), 8 * MIB);
