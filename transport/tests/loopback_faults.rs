@@ -1,8 +1,10 @@
 //! What breaks in a fault plan breaks as planned, and every post still ends once.
 
+use std::time::Instant;
+
 use bytes::Bytes;
 use kvferry_protocol::PeerId;
-use kvferry_transport::testing::{Node, peer};
+use kvferry_transport::testing::{Node, PATIENCE, peer};
 use kvferry_transport::{Event, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Transport};
 
 const BYTES: usize = 64 << 10;
@@ -38,8 +40,11 @@ fn through_cuts_and_lost_words_every_post_ends_once_and_ok_means_landed() {
                 }
             }
         };
-        for round in 0..100 {
+        let deadline = Instant::now() + PATIENCE;
+        while posts < 300 {
+            assert!(Instant::now() < deadline, "seed {seed}: only {posts} were posted");
             let Ok(grant) = b.transport.grant(&a.peer, whole()) else {
+                // Cut; the dialler comes back.
                 count(b.drain(), &mut ended, &mut good, &mut landed, &mut downs);
                 std::thread::yield_now();
                 continue;
@@ -58,13 +63,12 @@ fn through_cuts_and_lost_words_every_post_ends_once_and_ok_means_landed() {
                 count(a.drain(), &mut ended, &mut good, &mut landed, &mut downs);
             }
             b.transport.revoke(grant);
-            assert!(posts > 0 || round < 99, "seed {seed}: nothing was posted");
         }
         count(a.drain(), &mut ended, &mut good, &mut landed, &mut downs);
         count(b.drain(), &mut ended, &mut good, &mut landed, &mut downs);
         assert_eq!(ended, posts, "seed {seed}");
         assert!(good <= landed && landed <= posts, "seed {seed}: {good} ended well, {landed} landed, {posts} posted");
-        assert!(downs > 0, "seed {seed}: nothing broke");
+        assert!(downs > 0 && good > 0, "seed {seed}: {downs} cuts, {good} ended well");
         assert_eq!((a.transport.stats().posts_live, b.transport.stats().grants_live), (0, 0), "seed {seed}");
     }
 }
