@@ -176,6 +176,17 @@ fn a_wrong_digest_is_never_visible_and_fails_the_transfer_with_what_is_good() {
 }
 
 #[test]
+fn bytes_that_cannot_be_hashed_fail_the_transfer_and_do_not_hold_its_end() {
+    let mut receiver = granted();
+    receiver.landed(at(1), wrote(0, 0, rect(16..32, 0..4))).unwrap();
+    receiver.digest_failed(at(1), generation(0), 0, "no plan").unwrap();
+    assert!(receiver.digest_failed(at(1), generation(0), 0, "again").is_err());
+    receiver.fenced(at(1), generation(0)).unwrap();
+    let (verdict, good_until) = end(&outputs(&mut receiver));
+    assert_eq!((reason(&verdict), good_until), (Reason::Digest, 16));
+}
+
+#[test]
 fn good_tokens_end_where_the_first_layer_lacks_one() {
     for (name, landed, want) in [
         ("nothing", vec![], 16),

@@ -60,6 +60,7 @@ impl Sender {
             return Ok(());
         };
         (self.asked, self.ready) = (asked, ready);
+        self.windows = grant.missing.as_slice().to_vec();
         self.next_sequence = 0;
         self.stats.grants += 1;
         // The lease is held in these states, so this cannot fail; `timeout` notices if it is at its limit.

@@ -283,6 +283,24 @@ fn a_newer_grant_replaces_the_one_in_use() {
 }
 
 #[test]
+fn a_post_lies_inside_one_rectangle_of_the_grant() {
+    let mut sender = new(Order::DecodeFirst);
+    sender.computed(at(0), rect(0..16, 0..4)).unwrap();
+    sender.message(at(0), Message::Grant(grant(0, &[rect(0..32, 0..2), rect(8..16, 2..4)]))).unwrap();
+    let posts = outputs(&mut sender).split_off(1);
+    assert_eq!(posts, [post(0, 0, rect(0..16, 0..2)), post(0, 1, rect(8..16, 2..4))]);
+    let mut sender = new(Order::DecodeFirst);
+    sender.computed(at(0), rect(0..16, 0..4)).unwrap();
+    sender.message(at(0), Message::Grant(grant(0, &[rect(0..16, 2..4), rect(0..16, 0..2)]))).unwrap();
+    let posts = outputs(&mut sender).split_off(1);
+    assert_eq!(
+        posts,
+        [post(0, 0, rect(0..16, 0..2)), post(0, 1, rect(0..16, 2..4))],
+        "though they make up one rectangle"
+    );
+}
+
+#[test]
 fn a_grant_beyond_the_lease_is_refused_with_both_ranges() {
     let mut sender = new(Order::DecodeFirst);
     sender.message(at(0), Message::Grant(grant(0, &[rect(0..16, 0..4), rect(60..65, 0..1)]))).unwrap();
