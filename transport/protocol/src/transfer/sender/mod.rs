@@ -388,6 +388,11 @@ impl Sender {
         self.windows.iter().find(holds).and_then(|window| window.intersect(rect)).unwrap_or(rect)
     }
 
+    /// Whether the receiver wants what the engine has not computed, and nothing else is left to send.
+    fn waits_for_compute(&self) -> bool {
+        matches!(self.state, State::Granted { .. }) && self.in_flight.is_empty() && !self.asked.is_empty()
+    }
+
     fn cancel_posts(&mut self, generation: Generation) {
         self.asked = Coverage::new();
         self.ready = Coverage::new();
