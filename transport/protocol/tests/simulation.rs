@@ -65,8 +65,9 @@ fn the_invariants_hold_in_every_run() {
 }
 
 #[test]
+#[ignore = "replays one seed, step by step: set KVFERRY_SIM_SEED"]
 fn replay() {
-    let Ok(seed) = std::env::var("KVFERRY_SIM_SEED") else { return };
+    let seed = std::env::var("KVFERRY_SIM_SEED").expect("set KVFERRY_SIM_SEED to the seed to replay");
     let seed = seed.parse().expect("KVFERRY_SIM_SEED is a number");
     match run(seed, &Options { trace: true, ..Options::default() }) {
         Ok(report) => println!("{}\nseed {seed}: all invariants hold", report.trace.join("\n")),
