@@ -1,1 +1,4 @@
-//! Placeholder.
+//! A small Llama engine that prefills in one process and decodes in another.
+#![forbid(unsafe_code)]
+
+pub mod model;
