@@ -1,1 +1,14 @@
-//! Placeholder.
+//! kvferry: carries KV cache from the engine that computed it to the engine that needs it.
+//!
+//! An engine links this crate, puts [`pd::PdScheduler`] beside its scheduler and [`pd::PdWorker`] beside its model, and calls the
+//! [`contract`] once per step. The rest happens on the connector's own threads.
+#![deny(unsafe_code)]
+
+pub mod config;
+pub mod contract;
+mod error;
+pub mod metrics;
+pub mod pd;
+pub mod pool;
+
+pub use error::ConnectorError;

@@ -43,7 +43,9 @@ pub struct LayoutOrder([Axis; 5]);
 
 /// Why a string names no order.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("layout order {name:?}: {problem}; write each of L B P H N at most once (L, B and N always), then C, as in BLPNHC")]
+#[error(
+    "layout order {name:?}: {problem}; write each of L B P H N at most once (L, B and N always), then C, as in BLPNHC"
+)]
 pub struct OrderError {
     /// The refused name.
     pub name: String,

@@ -1,0 +1,198 @@
+//! What was written, before anything is checked but its form.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::{ConfigError, PreSharedKey, read_limited};
+
+/// A key that can be configured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Key {
+    /// Its name in the file.
+    pub name: &'static str,
+    /// What holds if it is not set, in words.
+    pub default: &'static str,
+    /// What it says, with its unit.
+    pub meaning: &'static str,
+}
+
+impl Key {
+    /// Its name in the environment.
+    #[must_use]
+    pub fn variable(&self) -> String {
+        format!("{PREFIX}{}", self.name.to_uppercase())
+    }
+}
+
+macro_rules! keys {
+    ($($name:ident: $type:ty, $default:literal, $meaning:literal;)+) => {
+        /// A configuration as it was written; a key that is `None` was not. Becomes a
+        /// [`ConnectorConfig`](super::ConnectorConfig) by `TryFrom`, which is where values are checked.
+        #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct RawConfig {
+            $(#[doc = $meaning] pub $name: Option<$type>,)+
+            /// The pre-shared key itself, which wins over `psk_file`; never read from a configuration file.
+            #[serde(skip)]
+            pub psk: Option<PreSharedKey>,
+        }
+
+        /// All keys, in the order of the documentation.
+        pub const KEYS: &[Key] = &[$(Key { name: stringify!($name), default: $default, meaning: $meaning },)+];
+
+        impl RawConfig {
+            /// Sets the key of an environment variable from its text.
+            fn set(&mut self, name: &str, text: &str) -> Result<(), &'static str> {
+                match name {
+                    $(stringify!($name) => self.$name = Some(FromText::from_text(text)?),)+
+                    _ => {}
+                }
+                Ok(())
+            }
+        }
+    };
+}
+
+keys! {
+    engine_id: String, "required", "Name of this serving instance: 1 to 64 characters out of `A-Z a-z 0-9 . _ -`.";
+    role: String, "required", "`prefill`, `decode` or `both`.";
+    order: String, "`decode-first`", "Who speaks first: `decode-first` (decode asks) or `prefill-first` (prefill offers).";
+    tp_size: u64, "1", "Ranks in the tensor-parallel group, 1 to 1024.";
+    tp_rank: u64, "0", "This worker's place in the tensor-parallel group.";
+    pp_rank: u64, "0", "This worker's place in the pipeline-parallel group.";
+    transport: String, "`tcp`", "`tcp`, or `loopback` (both engines in one process).";
+    listen: String, "`127.0.0.1:0`", "IP and port on which peers are accepted; port 0 takes a free one.";
+    advertise: String, "what is bound", "IP and port that peers are told; needed if `listen` is 0.0.0.0 or `[::]`.";
+    peers: Vec<String>, "none", "IP and port of each engine to reach at the start.";
+    psk_file: String, "none", "File with the pre-shared key (or set `KVFERRY_PSK` to the key itself); required for `tcp`.";
+    lanes: u64, "4", "Data connections to each peer, 1 to 64.";
+    link_gbps: f64, "no limit", "Most gigabits a second sent over one link, in all its lanes.";
+    layerwise: bool, "true", "Whether decode uses a layer while later ones still land.";
+    load_failure_policy: String, "`recompute`", "After a failed load: `recompute` what is missing, or `fail` the request.";
+    transfer_deadline_ms: u64, "30000", "Longest transfer, from its start to its verdict, in milliseconds.";
+    progress_deadline_ms: u64, "5000", "Longest time without a byte in a running transfer, in milliseconds.";
+    lease_ttl_ms: u64, "30000", "How long prefill keeps a finished request's blocks for a peer that is silent, in milliseconds.";
+    verdict_timeout_ms: u64, "5000", "How long a sender waits for the receiver's verdict after its last byte, in milliseconds.";
+    max_transfers: u64, "1024", "Most transfers at once, 1 to 65536; more are refused.";
+    chunk_bytes: u64, "4194304", "Bytes that one completion should cover, 4096 to 2^30.";
+    packed_run_bytes: u64, "the transport's", "Runs shorter than this are packed into a slab first, in bytes; 0 never packs.";
+    slab_pool_bytes: u64, "67108864", "Memory of all slabs, in bytes; at least two chunks.";
+}
+
+impl RawConfig {
+    /// Reads a TOML file of at most 1 MiB.
+    ///
+    /// # Errors
+    /// [`ConfigError::Read`] or [`ConfigError::Syntax`].
+    pub fn from_file(path: &Path) -> Result<Self, ConfigError> {
+        let refuse = |source| ConfigError::Read { key: "the command line", path: path.to_owned(), source };
+        let bytes = read_limited(path, MAX_FILE_BYTES).map_err(refuse)?;
+        let text = String::from_utf8(bytes).map_err(|error| refuse(std::io::Error::other(error)))?;
+        Self::parse(&text, &path.display().to_string())
+    }
+
+    /// Reads TOML text.
+    ///
+    /// # Errors
+    /// [`ConfigError::Syntax`] for what is not TOML, an unknown key, or a value of another type.
+    pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
+        Self::parse(text, "configuration")
+    }
+
+    fn parse(text: &str, origin: &str) -> Result<Self, ConfigError> {
+        toml::from_str(text).map_err(|error| {
+            let at = error.span().map_or(0, |span| span.start).min(text.len());
+            let before = text.get(..at).unwrap_or_default();
+            let line = before.lines().count().max(1) + usize::from(before.ends_with('\n'));
+            let written = text.lines().nth(line - 1).unwrap_or_default();
+            let key = written.split('=').next().unwrap_or_default().trim().to_owned();
+            let problem = match key.as_str() {
+                "psk" => "a secret does not belong here: name a file with psk_file, or set KVFERRY_PSK".to_owned(),
+                _ => error.message().to_owned(),
+            };
+            ConfigError::Syntax { origin: origin.to_owned(), line, key, problem }
+        })
+    }
+
+    /// Sets what the environment says; each variable wins over what was set before. Variables that start with `KVFERRY_` but
+    /// are no key are warned of and left alone, since others (container schedulers among them) make such names too.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`] for a text that its key cannot have; [`ConfigError::Psk`].
+    pub fn overlay_env(&mut self, env: impl IntoIterator<Item = (OsString, OsString)>) -> Result<(), ConfigError> {
+        let mut psk_sources = 0;
+        for (variable, value) in env {
+            let Some(variable) = variable.to_str().filter(|name| name.starts_with(PREFIX)) else { continue };
+            if variable == PSK_VARIABLE {
+                self.psk = Some(PreSharedKey::new(value.as_encoded_bytes(), PSK_VARIABLE)?);
+                psk_sources += 1;
+                continue;
+            }
+            let Some(key) = KEYS.iter().find(|key| key.variable() == variable) else {
+                tracing::warn!(variable, "environment variable is no configuration key and was left alone");
+                continue;
+            };
+            let refuse = |found: String, fix: &str| ConfigError::Value { key: variable.into(), found, fix: fix.into() };
+            let Some(text) = value.to_str() else {
+                return Err(refuse(format!("{value:?}"), "write it in UTF-8"));
+            };
+            self.set(key.name, text).map_err(|fix| refuse(format!("{text:?}"), fix))?;
+            psk_sources += usize::from(key.name == "psk_file");
+            if psk_sources > 1 {
+                return Err(refuse(format!("{text:?}"), "unset this or KVFERRY_PSK: each gives a pre-shared key"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How a key is written in an environment variable; the error says what to write.
+trait FromText: Sized {
+    fn from_text(text: &str) -> Result<Self, &'static str>;
+}
+
+impl FromText for String {
+    fn from_text(text: &str) -> Result<Self, &'static str> {
+        Ok(text.to_owned())
+    }
+}
+
+impl FromText for Vec<String> {
+    fn from_text(text: &str) -> Result<Self, &'static str> {
+        Ok(text.split(',').map(str::trim).filter(|item| !item.is_empty()).map(str::to_owned).collect())
+    }
+}
+
+macro_rules! from_text_by_parse {
+    ($($type:ty: $fix:literal;)+) => {$(
+        impl FromText for $type {
+            fn from_text(text: &str) -> Result<Self, &'static str> {
+                text.trim().parse().map_err(|_| $fix)
+            }
+        }
+    )+};
+}
+
+from_text_by_parse! {
+    u64: "write a whole number, not negative and without a unit";
+    f64: "write a number without a unit, such as 12.5";
+    bool: "write true or false";
+}
+
+/// The table of all keys, in Markdown, for the documentation.
+#[must_use]
+pub fn table() -> String {
+    let mut table = String::from("| key | default | meaning |\n|---|---|---|\n");
+    for Key { name, default, meaning } in KEYS {
+        // Writing to a string does not fail.
+        let _ = writeln!(table, "| `{name}` | {default} | {meaning} |");
+    }
+    table
+}
+
+const PREFIX: &str = "KVFERRY_";
+const PSK_VARIABLE: &str = "KVFERRY_PSK";
+const MAX_FILE_BYTES: u64 = 1 << 20;

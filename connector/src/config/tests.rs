@@ -1,0 +1,256 @@
+//! Tables of good and bad input.
+
+use std::error::Error;
+use std::time::Duration;
+
+use kvferry_protocol::Incarnation;
+
+use super::*;
+
+const SECRET: &str = "correct horse battery staple";
+const BASE: &str = "engine_id = 'p-0'\nrole = 'prefill'\n";
+
+fn env(pairs: &[(&str, &str)]) -> Vec<(OsString, OsString)> {
+    pairs.iter().map(|(name, value)| (name.into(), value.into())).collect()
+}
+
+fn load(toml: &str, pairs: &[(&str, &str)]) -> Result<ConnectorConfig, ConfigError> {
+    let mut raw = RawConfig::from_toml(toml)?;
+    raw.overlay_env(env(pairs))?;
+    ConnectorConfig::try_from((raw, Incarnation::new(7)))
+}
+
+/// The error with its causes, as a program prints it.
+fn told(error: &ConfigError) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
+}
+
+#[test]
+fn the_least_configuration_has_the_documented_defaults() {
+    let config = load(BASE, &[("KVFERRY_PSK", SECRET)]).unwrap();
+    assert_eq!(config.peer().to_string(), "p-0#7/pp0tp0");
+    assert_eq!((config.role(), config.order()), (Role::Prefill, TransferOrder::DecodeFirst));
+    assert_eq!((config.tp_size().get(), config.layerwise()), (1, true));
+    assert_eq!(config.load_failure_policy(), LoadFailurePolicy::Recompute);
+    let network = config.network();
+    assert_eq!((network.transport, network.lanes.get()), (TransportKind::Tcp, 4));
+    assert_eq!((network.advertise, network.link_gbps, network.peers.len()), (None, None, 0));
+    assert_eq!(network.listen.to_string(), "127.0.0.1:0");
+    assert_eq!(network.psk.as_ref().unwrap().expose(), SECRET.as_bytes());
+    let Deadlines { transfer, progress, lease_ttl, verdict } = *config.deadlines();
+    assert_eq!([transfer, progress, lease_ttl, verdict].map(|span| span.as_secs()), [30, 5, 30, 5]);
+    let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes } = *config.limits();
+    assert_eq!((max_transfers.get(), packed_run_bytes), (1024, None));
+    assert_eq!((chunk_bytes, slab_pool_bytes), (4 << 20, 64 << 20));
+}
+
+#[test]
+fn every_key_can_stand_in_the_file_and_in_the_environment() {
+    let all = [
+        ("engine_id", "'d.1'"),
+        ("role", "'both'"),
+        ("order", "'prefill-first'"),
+        ("tp_size", "4"),
+        ("tp_rank", "3"),
+        ("pp_rank", "2"),
+        ("transport", "'loopback'"),
+        ("listen", "'[::]:7400'"),
+        ("advertise", "'[fd00::1]:7400'"),
+        ("peers", "['10.0.0.1:1', '10.0.0.2:2']"),
+        ("psk_file", "'Cargo.toml'"),
+        ("lanes", "2"),
+        ("link_gbps", "12.5"),
+        ("layerwise", "false"),
+        ("load_failure_policy", "'fail'"),
+        ("transfer_deadline_ms", "1000"),
+        ("progress_deadline_ms", "200"),
+        ("lease_ttl_ms", "300"),
+        ("verdict_timeout_ms", "400"),
+        ("max_transfers", "5"),
+        ("chunk_bytes", "8192"),
+        ("packed_run_bytes", "0"),
+        ("slab_pool_bytes", "16384"),
+    ];
+    assert_eq!(all.map(|(name, _)| name).as_slice(), KEYS.iter().map(|key| key.name).collect::<Vec<_>>());
+    let toml: String = all.iter().map(|(name, value)| format!("{name} = {value}\n")).collect();
+    let variables: Vec<(OsString, OsString)> = KEYS
+        .iter()
+        .zip(all)
+        .map(|(key, (_, value))| (key.variable().into(), value.replace(['\'', '[', ']'], "").into()))
+        // The brackets of an IPv6 address belong to it.
+        .map(|(name, value): (OsString, OsString)| match name.to_str() {
+            Some("KVFERRY_LISTEN") => (name, "[::]:7400".into()),
+            Some("KVFERRY_ADVERTISE") => (name, "[fd00::1]:7400".into()),
+            _ => (name, value),
+        })
+        .collect();
+    let file = RawConfig::from_toml(&toml).unwrap();
+    let mut environment = RawConfig::default();
+    environment.overlay_env(variables).unwrap();
+    assert_eq!(file, environment);
+    let raw = RawConfig { psk_file: None, ..file };
+    let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
+    assert_eq!(config.peer().to_string(), "d.1#1/pp2tp3");
+    assert_eq!(config.deadlines().verdict, Duration::from_millis(400));
+    assert_eq!(config.network().peers[1].to_string(), "10.0.0.2:2");
+    assert_eq!(config.limits().packed_run_bytes, Some(0));
+}
+
+#[test]
+fn the_environment_wins_over_the_file_and_the_program_over_both() {
+    let mut raw = RawConfig::from_toml("engine_id = 'file'\nlanes = 2\nlease_ttl_ms = 1").unwrap();
+    let others = [("KVFERRY_SERVICE_HOST", "10.0.0.1"), ("LANES", "7")];
+    raw.overlay_env(env(&[&[("KVFERRY_ENGINE_ID", "env"), ("KVFERRY_LANES", " 3 ")], &others[..]].concat())).unwrap();
+    assert_eq!((raw.engine_id.as_deref(), raw.lanes, raw.lease_ttl_ms), (Some("env"), Some(3), Some(1)));
+    raw.lanes = Some(5);
+    let raw = RawConfig { role: Some("decode".into()), transport: Some("loopback".into()), ..raw };
+    let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
+    assert_eq!(config.network().lanes.get(), 5);
+}
+
+#[test]
+fn a_shorter_transfer_deadline_shortens_what_must_lie_within_it() {
+    let config = load(&format!("{BASE}transfer_deadline_ms = 50"), &[("KVFERRY_PSK", SECRET)]).unwrap();
+    let Deadlines { transfer, progress, verdict, .. } = *config.deadlines();
+    assert_eq!([transfer, progress, verdict], [Duration::from_millis(50); 3]);
+}
+
+#[test]
+fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
+    let cases = [
+        // What is in the file beside the base, the words of the error.
+        ("engine_id = 'a'", ["line 3", "engine_id", "duplicate"]),
+        ("tp_rnk = 1", ["line 3", "tp_rnk", "tp_rank"]),
+        ("\n\nlanes = 'four'", ["line 5", "lanes", "string \"four\", expected u64"]),
+        ("lanes = -1", ["line 3", "lanes", "integer `-1`, expected u64"]),
+        ("lanes = 4 5", ["line 3", "lanes", "expected"]),
+        ("lanes = 0", ["lanes = 0", "1 to 64", ""]),
+        ("lanes = 65", ["lanes = 65", "1 to 64", ""]),
+        ("tp_size = 0", ["tp_size = 0", "1 to 1024", ""]),
+        ("tp_size = 4\ntp_rank = 4", ["tp_rank = 4", "less than tp_size, which is 4", "from 0"]),
+        ("tp_rank = 70000", ["tp_rank = 70000", "0 to 1023", ""]),
+        ("pp_rank = 1024", ["pp_rank = 1024", "0 to 1023", ""]),
+        ("order = 'push'", ["order = \"push\"", "decode-first, prefill-first", ""]),
+        ("load_failure_policy = ''", ["load_failure_policy = \"\"", "recompute, fail", ""]),
+        ("transport = 'rdma'", ["transport = \"rdma\"", "tcp, loopback", ""]),
+        ("listen = 'localhost:1'", ["listen = \"localhost:1\"", "IP:port", "names are not looked up"]),
+        ("listen = '0.0.0.0:7400'", ["listen = 0.0.0.0:7400", "set advertise", ""]),
+        ("advertise = '0.0.0.0:7400'", ["advertise = 0.0.0.0:7400", "dialled", ""]),
+        ("peers = ['1.2.3.4:5', '1.2.3.4:0']", ["peers = 1.2.3.4:0", "port 0", ""]),
+        ("peers = '1.2.3.4:5'", ["peers", "expected a sequence", ""]),
+        ("link_gbps = 0.0", ["link_gbps = 0", "more than 0", ""]),
+        ("link_gbps = nan", ["link_gbps = NaN", "more than 0", ""]),
+        ("link_gbps = inf", ["link_gbps = inf", "at most 100000", ""]),
+        ("lease_ttl_ms = 0", ["lease_ttl_ms = 0", "1 to 3600000", ""]),
+        ("transfer_deadline_ms = 3600001", ["transfer_deadline_ms = 3600001", "1 to 3600000", ""]),
+        ("progress_deadline_ms = 30001", ["progress_deadline_ms = 30001", "at most transfer_deadline_ms", "30000"]),
+        ("verdict_timeout_ms = 30001", ["verdict_timeout_ms = 30001", "at most transfer_deadline_ms", "30000"]),
+        ("max_transfers = 65537", ["max_transfers = 65537", "1 to 65536", ""]),
+        ("chunk_bytes = 100", ["chunk_bytes = 100", "4096 to 1073741824", ""]),
+        ("slab_pool_bytes = 8388607", ["slab_pool_bytes = 8388607", "at least 8388608", "two chunks"]),
+        ("packed_run_bytes = 4194305", ["packed_run_bytes = 4194305", "0 to 4194304", ""]),
+    ];
+    for (line, words) in cases {
+        let error = load(&format!("{BASE}{line}"), &[("KVFERRY_PSK", SECRET)]).expect_err(line);
+        for word in words {
+            assert!(told(&error).contains(word), "{line:?} should name {word:?}: {}", told(&error));
+        }
+    }
+}
+
+#[test]
+fn what_is_missing_or_mistyped_in_the_environment_is_named() {
+    type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], [&'a str; 2]);
+    let psk = ("KVFERRY_PSK", SECRET);
+    let cases: [Case<'_>; 10] = [
+        ("role = 'both'", &[psk], ["engine_id is missing", "KVFERRY_ENGINE_ID"]),
+        ("engine_id = 'a'", &[psk], ["role is missing", "prefill, decode or both"]),
+        ("engine_id = 'a b'\nrole = 'both'", &[psk], ["engine_id = \"a b\"", "A-Z"]),
+        ("engine_id = 'a'\nrole = 'master'", &[psk], ["role = \"master\"", "prefill, decode, both"]),
+        (BASE, &[], ["psk_file is missing", "KVFERRY_PSK"]),
+        (BASE, &[psk, ("KVFERRY_LANES", "many")], ["KVFERRY_LANES = \"many\"", "whole number"]),
+        (BASE, &[psk, ("KVFERRY_LANES", "-1")], ["KVFERRY_LANES = \"-1\"", "not negative"]),
+        (BASE, &[psk, ("KVFERRY_LINK_GBPS", "25G")], ["KVFERRY_LINK_GBPS = \"25G\"", "without a unit"]),
+        (BASE, &[psk, ("KVFERRY_LAYERWISE", "yes")], ["KVFERRY_LAYERWISE = \"yes\"", "true or false"]),
+        (BASE, &[psk, ("KVFERRY_PSK_FILE", "key")], ["KVFERRY_PSK_FILE = \"key\"", "unset this or KVFERRY_PSK"]),
+    ];
+    for (toml, pairs, words) in cases {
+        let error = load(toml, pairs).expect_err(words[0]);
+        for word in words {
+            assert!(told(&error).contains(word), "{toml:?} {pairs:?} should name {word:?}: {}", told(&error));
+        }
+    }
+}
+
+#[test]
+fn the_pre_shared_key_is_read_from_a_file_without_its_line_end() {
+    let folder = std::env::temp_dir().join(format!("kvferry-config-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("psk");
+    let toml = format!("{BASE}psk_file = {path:?}");
+    std::fs::write(&path, format!("{SECRET}\r\n")).unwrap();
+    let config = load(&toml, &[]).unwrap();
+    assert_eq!(config.network().psk.as_ref().unwrap().expose(), SECRET.as_bytes());
+
+    std::fs::write(&path, "short\n").unwrap();
+    let error = told(&load(&toml, &[]).unwrap_err());
+    assert!(error.contains("psk_file has 5 bytes") && error.contains("16 to 1024"), "{error}");
+    std::fs::write(&path, vec![b'x'; 3000]).unwrap();
+    let error = told(&load(&toml, &[]).unwrap_err());
+    assert!(error.contains("more than 2048 bytes"), "{error}");
+    std::fs::remove_dir_all(&folder).unwrap();
+    let error = told(&load(&toml, &[]).unwrap_err());
+    assert!(error.contains("psk_file names") && error.contains("No such file"), "{error}");
+}
+
+#[test]
+fn a_secret_is_shown_by_nothing() {
+    let config = load(BASE, &[("KVFERRY_PSK", SECRET)]).unwrap();
+    let mut raw = RawConfig::default();
+    raw.overlay_env(env(&[("KVFERRY_PSK", SECRET)])).unwrap();
+    let misplaced = load(&format!("{BASE}psk = '{SECRET}'"), &[]).unwrap_err();
+    assert!(told(&misplaced).contains("line 3, key \"psk\": a secret does not belong here"), "{misplaced}");
+    let unclosed = load(&format!("{BASE}psk = '{SECRET}\nlanes = 1"), &[]).unwrap_err();
+    let short = load(BASE, &[("KVFERRY_PSK", "hunter2")]).unwrap_err();
+    for shown in [
+        format!("{config:?}{raw:?}"),
+        format!("{misplaced:?}{}", told(&misplaced)),
+        format!("{unclosed:?}{}", told(&unclosed)),
+        format!("{short:?}{}", told(&short)),
+    ] {
+        assert!(!shown.contains("horse") && !shown.contains("hunter2"), "{shown}");
+    }
+}
+
+#[test]
+fn the_configuration_file_is_read_with_its_limits() {
+    let folder = std::env::temp_dir().join(format!("kvferry-config-file-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("kvferry.toml");
+    std::fs::write(&path, format!("{BASE}transport = 'loopback'\n# ä\n")).unwrap();
+    let config = ConnectorConfig::load(Some(&path), env(&[("KVFERRY_ROLE", "both")]), Incarnation::new(1)).unwrap();
+    assert_eq!(config.role(), Role::Both);
+    let cases: [(Vec<u8>, &str); 3] = [
+        (vec![b'#'; (1 << 20) + 1], "more than 1048576 bytes"),
+        (vec![0xff], "utf-8"),
+        (b"lanes = 1\nlames = 1".to_vec(), "kvferry.toml, line 2, key \"lames\""),
+    ];
+    for (bytes, word) in cases {
+        std::fs::write(&path, bytes).unwrap();
+        let error = told(&ConnectorConfig::load(Some(&path), [], Incarnation::new(1)).unwrap_err());
+        assert!(error.contains(word), "{error}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn the_table_of_keys_has_a_row_for_each() {
+    assert_eq!(table().lines().count(), KEYS.len() + 2);
+    assert!(table().contains("| `lanes` | 4 | Data connections to each peer, 1 to 64. |"));
+}

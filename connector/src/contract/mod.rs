@@ -1,0 +1,107 @@
+//! The contract between an engine and its connector: two objects, one in the scheduler and one in each worker.
+//!
+//! They meet once per step through serialisable values, [`StepMeta`] down and [`StepResults`] up, so they may live in
+//! different processes and never share memory. The method names and rules follow vLLM v1's connector interface; the table in
+//! ARCHITECTURE.md says which is which.
+//!
+//! One step of an engine, in order:
+//!
+//! ```text
+//! scheduler   matched_tokens, allocated        for each request that is admitted
+//!             build_step            ──▶ StepMeta
+//! worker      begin_step                       starts loads; never blocks
+//!             wait_layer(i) attention(i) save_layer(i)      for each layer, or none of them
+//!             wait_saved                       the step is complete: its bytes may be read
+//!             poll                  ──▶ StepResults
+//! scheduler   apply                            which requests loaded, failed, or may be freed
+//!             finished                         once per request; says whether its blocks are still held
+//! ```
+
+mod request;
+mod step;
+
+use std::time::Duration;
+
+pub use request::{EngineFinish, Hold, Match, Request, RequestId, TransferParams};
+pub use step::{
+    Applied, BadStep, Cancel, Load, LoadFailure, Save, ScheduledRequest, ScheduledStep, StepMeta, StepResults,
+};
+
+use kvferry_protocol::{BlockId, LayerId};
+
+use crate::error::ConnectorError;
+
+/// The half that lives in the engine's scheduler. Nothing in it blocks or talks to a peer.
+pub trait Scheduler: Send {
+    /// How many tokens beyond `local_tokens` (the block-aligned local prefix hit) a peer can provide. Pure: it may be called many
+    /// times for one request. Engine counterpart: `get_num_new_matched_tokens`.
+    fn matched_tokens(&self, request: &Request, local_tokens: u32) -> Match;
+
+    /// Tells which blocks a request was given, all of them, and how many tokens beyond its local prefix will be loaded into them
+    /// (0 if none, and again 0 when the request is admitted after its load). Engine counterpart: `update_state_after_alloc`.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Request`] if the blocks cannot hold the tokens, or the request is being loaded already.
+    fn allocated(
+        &mut self,
+        request: &Request,
+        blocks: &[BlockId],
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Result<(), ConnectorError>;
+
+    /// What the workers must do in this step. Called for every step, also an empty one. Engine counterpart:
+    /// `build_connector_meta`.
+    fn build_step(&mut self, step: &ScheduledStep) -> StepMeta;
+
+    /// A request ended; called exactly once for each, before its blocks are freed. Engine counterpart: `request_finished`.
+    fn finished(&mut self, request: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold;
+
+    /// Takes what the workers reported, one entry a rank that ran the step. A request surfaces once, when every expected rank has
+    /// spoken; late, duplicate or unknown ids are counted and dropped. Engine counterpart: `update_connector_output`.
+    fn apply(&mut self, results: Vec<StepResults>) -> Applied;
+
+    /// Whether transfers are pending, so that the engine must go on stepping although no request is scheduled. Engine
+    /// counterpart: `has_pending_push_work`.
+    fn has_pending(&self) -> bool;
+}
+
+/// The half that lives in each worker, beside the model. All calls come from the worker's one model thread.
+pub trait Worker: Send {
+    /// Takes the step's work and starts its loads; returns at once. Engine counterpart: `bind_connector_metadata` and
+    /// `start_load_kv`.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Request`] for work that does not fit this worker's cache: the rest of the step goes on.
+    fn begin_step(&mut self, meta: StepMeta) -> Result<(), ConnectorError>;
+
+    /// Waits until the layer's pages of every request that this step reads while it loads are verified, or their load failed.
+    /// Returns the requests whose load failed: their output of this step is void. Engine counterpart: `wait_for_layer_load`.
+    fn wait_layer(&mut self, layer: LayerId) -> Vec<RequestId>;
+
+    /// The layer's keys and values of this step's tokens are in the cache once `ready` says so. Engine counterpart:
+    /// `save_kv_layer`.
+    fn save_layer(&mut self, layer: LayerId, ready: Ready);
+
+    /// The step is complete: all layers that were not saved one by one are ready. Sources stay leased until their request is
+    /// released, so this does not wait for the wire. Engine counterpart: `wait_for_save`.
+    fn wait_saved(&mut self);
+
+    /// What happened since the last call. Engine counterpart: `get_transfer_results`, `get_block_ids_with_load_errors`.
+    fn poll(&mut self) -> StepResults;
+
+    /// Requests whose blocks the engine wants back now: their transfers end, and this returns when nothing reads or writes their
+    /// pages any more. Engine counterpart: `handle_preemptions`.
+    fn preempted(&mut self, requests: &[RequestId]);
+
+    /// Ends all transfers, waits up to `grace` for peers to hear of it, and returns when nothing touches the caches.
+    fn shutdown(&mut self, grace: Duration);
+}
+
+/// When bytes that a kernel writes may be read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Ready {
+    /// They are in memory already (a CPU engine).
+    Now,
+}

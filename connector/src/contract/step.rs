@@ -1,0 +1,164 @@
+//! What crosses between the two halves: metadata down, results up. Versioned, and serialisable by the protocol's codec.
+
+use std::ops::Range;
+
+use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
+use kvferry_transport::PeerAddress;
+use serde::{Deserialize, Serialize};
+
+use super::request::RequestId;
+
+/// What the engine runs in one step.
+#[derive(Clone, Debug, Default)]
+pub struct ScheduledStep {
+    /// Each request with the tokens that the step computes for it.
+    pub requests: Vec<ScheduledRequest>,
+}
+
+/// One request's part of a step.
+#[derive(Clone, Debug)]
+pub struct ScheduledRequest {
+    /// Which.
+    pub id: RequestId,
+    /// Positions that the step computes.
+    pub tokens: Range<u32>,
+    /// All blocks of the request, in order from token 0.
+    pub blocks: Vec<BlockId>,
+}
+
+/// Work of one step, scheduler to workers; the same for every rank.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct StepMeta {
+    /// [`StepMeta::VERSION`] of the sender.
+    pub version: u16,
+    /// Loads to start.
+    pub loads: Vec<Load>,
+    /// Tokens that this step computes and a peer wants.
+    pub saves: Vec<Save>,
+    /// Requests that run in this step while their last layers still land.
+    pub reading: Vec<RequestId>,
+    /// Transfers to end: their request was aborted.
+    pub cancels: Vec<Cancel>,
+}
+
+/// A transfer to end.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Cancel {
+    /// Of which request.
+    pub request: RequestId,
+    /// The hand-over.
+    pub transfer: TransferId,
+}
+
+/// One load: a decode side's receive.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Load {
+    /// For which request.
+    pub request: RequestId,
+    /// The hand-over.
+    pub transfer: TransferId,
+    /// Where the prefill worker listens.
+    pub from: PeerAddress,
+    /// The request's blocks from the one that holds `tokens.start`.
+    pub blocks: Vec<BlockId>,
+    /// Positions to load; `start` is block-aligned.
+    pub tokens: Range<u32>,
+    /// Whether the request may run as soon as its first layer is in.
+    pub layerwise: bool,
+}
+
+/// One save: what a prefill step computes for a peer.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Save {
+    /// For which request.
+    pub request: RequestId,
+    /// The hand-over.
+    pub transfer: TransferId,
+    /// The decode worker, where prefill speaks first.
+    pub to: Option<PeerId>,
+    /// All blocks of the request so far, from token 0.
+    pub blocks: Vec<BlockId>,
+    /// Positions whose KV is complete after this step (all of `0..computed` is).
+    pub computed: u32,
+    /// Tokens in the prompt; the save is the last one when `computed` reaches it.
+    pub prompt_tokens: u32,
+}
+
+/// What one rank reports, worker to scheduler.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct StepResults {
+    /// [`StepMeta::VERSION`] of the sender.
+    pub version: u16,
+    /// Who reports.
+    pub tp_rank: TpRank,
+    /// Layerwise loads whose first layer is verified: they may run, and `wait_layer` waits for the rest.
+    pub started: Vec<RequestId>,
+    /// Loads that are verified in all layers.
+    pub loaded: Vec<RequestId>,
+    /// Loads that ended without all their tokens. Nothing writes to their blocks any more.
+    pub failed: Vec<LoadFailure>,
+    /// Sends that ended, whatever their verdict: nothing reads their blocks any more.
+    pub sent: Vec<RequestId>,
+}
+
+/// A load that ended without all its tokens: a miss, not a disaster.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct LoadFailure {
+    /// Which request.
+    pub request: RequestId,
+    /// Leading positions, counted from token 0, whose KV is verified in all layers; a multiple of the block size.
+    pub good_tokens: u32,
+    /// The blocks that hold verified tokens, a prefix of the load's.
+    pub good_blocks: Vec<BlockId>,
+    /// Why, for a log and for the client.
+    pub reason: String,
+}
+
+/// What a step's results mean to the engine, over all ranks.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Applied {
+    /// Requests to schedule.
+    pub loaded: Vec<RequestId>,
+    /// Requests to recompute or fail; surfaces also after `loaded` where layers were used while they landed.
+    pub failed: Vec<LoadFailure>,
+    /// Requests whose held blocks are the engine's again.
+    pub released: Vec<RequestId>,
+    /// Requests that the engine still computes although nobody will take their KV any more: it may abort them.
+    pub unwanted: Vec<RequestId>,
+}
+
+/// Metadata that another build of kvferry made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "step metadata of version {found}, but this worker reads version {}; run one build in scheduler and workers",
+    StepMeta::VERSION
+)]
+pub struct BadStep {
+    /// The version found.
+    pub found: u16,
+}
+
+impl StepMeta {
+    /// Version of both values; scheduler and workers must agree.
+    pub const VERSION: u16 = 1;
+
+    /// Whether there is nothing to do.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.loads.is_empty() && self.saves.is_empty() && self.reading.is_empty() && self.cancels.is_empty()
+    }
+}
+
+impl Default for StepMeta {
+    fn default() -> Self {
+        Self { version: Self::VERSION, loads: vec![], saves: vec![], reading: vec![], cancels: vec![] }
+    }
+}
+
+impl StepResults {
+    /// Nothing happened.
+    #[must_use]
+    pub fn empty(tp_rank: TpRank) -> Self {
+        Self { version: StepMeta::VERSION, tp_rank, started: vec![], loaded: vec![], failed: vec![], sent: vec![] }
+    }
+}

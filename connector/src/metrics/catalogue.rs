@@ -1,0 +1,135 @@
+//! The one table of metrics: name, instrument, meaning. Names end in their unit; counters in `_total`.
+
+use super::instrument::{ByLabel, Counter, Family, Gauge, Histogram, HistogramValues, Instrument, Sink};
+use super::label::{DropReason, FailureReason, RefusalReason, Side};
+use super::prometheus::{Definition, Page};
+use crate::pool::PoolCounts;
+
+macro_rules! metrics {
+    ($($name:ident: $instrument:ty => $value:ty, $meaning:literal;)+) => {
+        /// The connector's metrics, shared by whoever updates or reads them.
+        #[derive(Debug, Default)]
+        pub struct Metrics {
+            $(#[doc = $meaning] pub $name: $instrument,)+
+        }
+
+        /// What [`Metrics`] said at one moment.
+        #[derive(Clone, PartialEq, Debug)]
+        pub struct ConnectorMetrics {
+            $(#[doc = $meaning] pub $name: $value,)+
+        }
+
+        /// All metrics, in the order of the page and of the documentation.
+        pub const DEFINITIONS: &[Definition] = &[$(Definition {
+            name: concat!("kvferry_", stringify!($name)),
+            kind: <$instrument as Instrument>::KIND,
+            meaning: $meaning,
+        },)+];
+
+        impl Metrics {
+            /// Reads all values.
+            #[must_use]
+            pub fn snapshot(&self) -> ConnectorMetrics {
+                ConnectorMetrics { $($name: self.$name.snapshot(),)+ }
+            }
+        }
+
+        impl ConnectorMetrics {
+            /// Hands each metric's samples to the page, in the order of [`DEFINITIONS`].
+            pub(super) fn write(&self, page: &mut Page<'_>) {
+                let mut definitions = DEFINITIONS.iter();
+                $(if let Some(definition) = definitions.next() {
+                    page.metric(definition, |write: &mut Sink<'_>| <$instrument>::samples(&self.$name, write));
+                })+
+            }
+        }
+    };
+}
+
+metrics! {
+    transfers_started_total: Family<Side, Counter> => ByLabel<Side, u64>,
+        "Transfers begun.";
+    transfers_done_total: Family<Side, Counter> => ByLabel<Side, u64>,
+        "Transfers whose verdict is Done.";
+    transfers_failed_total: Family<(Side, FailureReason), Counter> => ByLabel<(Side, FailureReason), u64>,
+        "Transfers whose verdict is Failed, by reason.";
+    transfers_cancelled_total: Family<Side, Counter> => ByLabel<Side, u64>,
+        "Transfers whose verdict is Cancelled.";
+    transfers_live: Family<Side, Gauge> => ByLabel<Side, u64>,
+        "Transfers without a verdict.";
+    transfer_bytes_total: Family<Side, Counter> => ByLabel<Side, u64>,
+        "K/V bytes handed to the transport (send), or landed and verified (receive).";
+    chunks_total: Family<Side, Counter> => ByLabel<Side, u64>,
+        "Chunks posted (send), or verified (receive).";
+    transfer_seconds: Family<Side, Histogram> => ByLabel<Side, HistogramValues>,
+        "Time from a transfer's start to its verdict, whatever it is, in seconds.";
+    exposed_wait_seconds: Histogram => HistogramValues,
+        "Time that the model waited in wait_layer for K/V to land, one observation a step that waited, in seconds.";
+    loaded_tokens_total: Counter => u64,
+        "Tokens whose K/V came from a peer.";
+    recomputed_tokens_total: Counter => u64,
+        "Tokens that a failed load left to be computed here.";
+    failed_requests_total: Counter => u64,
+        "Requests that failed because their load did, under the policy fail.";
+    digest_mismatches_total: Counter => u64,
+        "Chunks that arrived with another digest than their sender's; none of them was used.";
+    leases_live: Gauge => u64,
+        "Leases by which blocks are held for a transfer.";
+    leases_expired_total: Counter => u64,
+        "Leases that ended by their deadline.";
+    grants_live: Gauge => u64,
+        "Grants by which a peer may write here.";
+    grants_revoked_total: Counter => u64,
+        "Grants withdrawn before they were filled.";
+    early_grants_live: Gauge => u64,
+        "Grants of peers that wait here for their request.";
+    early_grants_dropped_total: Counter => u64,
+        "Grants of peers whose request did not come in time, or that were too many.";
+    messages_dropped_total: Family<DropReason, Counter> => ByLabel<DropReason, u64>,
+        "Messages and reports that were dropped, by reason.";
+    sessions_live: Gauge => u64,
+        "Peers with a session.";
+    sessions_lost_total: Counter => u64,
+        "Sessions that were cut.";
+    peers_refused_total: Family<RefusalReason, Counter> => ByLabel<RefusalReason, u64>,
+        "Peers that were refused, by reason.";
+    pool_blocks: Gauge => u64,
+        "Blocks of the pool.";
+    pool_blocks_free: Gauge => u64,
+        "Blocks without a holder, cached ones among them.";
+    pool_blocks_cached: Gauge => u64,
+        "Free blocks whose content a prefix can still revive.";
+    pool_blocks_leased: Gauge => u64,
+        "Blocks held for a transfer.";
+    pool_evictions_total: Counter => u64,
+        "Cached blocks whose content was given up for a new one.";
+    prefix_queried_blocks_total: Counter => u64,
+        "Blocks that were asked for by hash.";
+    prefix_hit_blocks_total: Counter => u64,
+        "Blocks that were asked for by hash and found.";
+    slab_pool_used_bytes: Gauge => u64,
+        "Memory of the slabs in use, in bytes.";
+    slab_pool_limit_bytes: Gauge => u64,
+        "Memory of all slabs, in bytes.";
+    slab_waits_total: Counter => u64,
+        "Chunks that waited for a free slab.";
+}
+
+impl Metrics {
+    /// All at zero.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes over what a block pool says of itself.
+    pub fn record_pool(&self, counts: &PoolCounts) {
+        self.pool_blocks.set(counts.total as u64);
+        self.pool_blocks_free.set(counts.free as u64);
+        self.pool_blocks_cached.set(counts.cached as u64);
+        self.pool_blocks_leased.set(counts.leased as u64);
+        self.pool_evictions_total.advance_to(counts.evicted_total);
+        self.prefix_queried_blocks_total.advance_to(counts.queried_total);
+        self.prefix_hit_blocks_total.advance_to(counts.hit_total);
+    }
+}

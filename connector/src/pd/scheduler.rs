@@ -1,0 +1,300 @@
+//! The scheduler half of the prefill/decode connector: bookkeeping only, no I/O.
+//!
+//! A request may owe two things, a load and a keep. Each is an obligation of its own with its own set of reporting ranks; blocks
+//! are the engine's again when no obligation is left. A report about an obligation that does not exist is counted and dropped.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
+
+use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
+
+use crate::contract::{
+    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Request, RequestId, Save, ScheduledStep, Scheduler,
+    StepMeta, StepResults, TransferParams,
+};
+use crate::error::ConnectorError;
+
+/// What the scheduler half must know beside the requests.
+#[derive(Clone, Copy, Debug)]
+pub struct SchedulerOptions {
+    /// Tokens in one block of this engine.
+    pub tokens_per_block: NonZeroU32,
+    /// How many ranks report each result.
+    pub reporters: u16,
+    /// Whether a request may run once its first layer is in.
+    pub layerwise: bool,
+}
+
+/// The scheduler half of the prefill/decode connector.
+#[derive(Debug)]
+pub struct PdScheduler {
+    options: SchedulerOptions,
+    loads: BTreeMap<RequestId, LoadState>,
+    keeps: BTreeMap<RequestId, KeepState>,
+    /// Requests whose one load is behind them, until the engine finishes them.
+    fetched: BTreeSet<RequestId>,
+    next: StepMeta,
+    unknown_results: u64,
+}
+
+#[derive(Debug)]
+struct LoadState {
+    transfer: TransferId,
+    started: BTreeSet<TpRank>,
+    ended: BTreeSet<TpRank>,
+    failure: Option<LoadFailure>,
+    surfaced: bool,
+    aborted: bool,
+}
+
+#[derive(Debug)]
+struct KeepState {
+    transfer: TransferId,
+    to: Option<PeerId>,
+    prompt_tokens: u32,
+    computed: u32,
+    ended: BTreeSet<TpRank>,
+    /// The engine has finished the request and left its blocks here.
+    held: bool,
+}
+
+impl PdScheduler {
+    /// An idle scheduler half.
+    #[must_use]
+    pub fn new(options: SchedulerOptions) -> Self {
+        Self {
+            options,
+            loads: BTreeMap::new(),
+            keeps: BTreeMap::new(),
+            fetched: BTreeSet::new(),
+            next: StepMeta::default(),
+            unknown_results: 0,
+        }
+    }
+
+    /// Results about requests that owed nothing: late or duplicate, counted and dropped.
+    #[must_use]
+    pub const fn unknown_results(&self) -> u64 {
+        self.unknown_results
+    }
+
+    fn start_load(
+        &mut self,
+        request: &Request,
+        blocks: &[BlockId],
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Result<(), ConnectorError> {
+        let Some(TransferParams::Fetch { transfer, from }) = &request.params else {
+            return Ok(());
+        };
+        if self.fetched.contains(&request.id) {
+            return Ok(()); // The second call of an asynchronous load: the request is admitted.
+        }
+        let refuse = |problem: String| ConnectorError::Request { request: request.id.clone(), problem };
+        let per_block = self.options.tokens_per_block.get();
+        if !local_tokens.is_multiple_of(per_block) {
+            return Err(refuse(format!(
+                "{local_tokens} local tokens are not a multiple of {per_block}, the block size"
+            )));
+        }
+        let first_block = (local_tokens / per_block) as usize;
+        // Nothing to load (a full local hit) is a load of no tokens: the prefill side must still hear that it is over.
+        let end = local_tokens + external_tokens;
+        let needed = end.div_ceil(per_block) as usize;
+        if blocks.len() < needed {
+            return Err(refuse(format!("{} blocks cannot hold {end} tokens; {needed} are needed", blocks.len())));
+        }
+        self.fetched.insert(request.id.clone());
+        self.loads.insert(
+            request.id.clone(),
+            LoadState {
+                transfer: *transfer,
+                started: BTreeSet::new(),
+                ended: BTreeSet::new(),
+                failure: None,
+                surfaced: external_tokens == 0,
+                aborted: false,
+            },
+        );
+        self.next.loads.push(Load {
+            request: request.id.clone(),
+            transfer: *transfer,
+            from: *from,
+            blocks: blocks[first_block.min(needed)..needed].to_vec(),
+            tokens: local_tokens..end,
+            layerwise: self.options.layerwise,
+        });
+        Ok(())
+    }
+
+    fn apply_started(&mut self, rank: TpRank, id: RequestId, applied: &mut Applied) {
+        let Some(load) = self.loads.get_mut(&id) else {
+            self.unknown_results += 1;
+            return;
+        };
+        load.started.insert(rank);
+        if !load.surfaced && !load.aborted && load.started.len() >= usize::from(self.options.reporters) {
+            load.surfaced = true;
+            applied.loaded.push(id);
+        }
+    }
+
+    fn apply_load_end(&mut self, rank: TpRank, id: RequestId, failure: Option<LoadFailure>, applied: &mut Applied) {
+        let reporters = usize::from(self.options.reporters);
+        let Some(load) = self.loads.get_mut(&id) else {
+            self.unknown_results += 1;
+            return;
+        };
+        if !load.ended.insert(rank) {
+            self.unknown_results += 1;
+            return;
+        }
+        // The shortest good prefix over the ranks is the good prefix of the request.
+        load.failure = match (load.failure.take(), failure) {
+            (Some(a), Some(b)) => Some(if a.good_tokens <= b.good_tokens { a } else { b }),
+            (a, b) => a.or(b),
+        };
+        if load.ended.len() < reporters {
+            return;
+        }
+        let load = self.loads.remove(&id).expect("looked up above");
+        if load.aborted {
+            self.release_if_free(id, applied);
+        } else if let Some(failure) = load.failure {
+            applied.failed.push(failure);
+        } else if !load.surfaced {
+            applied.loaded.push(id);
+        }
+    }
+
+    fn apply_sent(&mut self, rank: TpRank, id: RequestId, applied: &mut Applied) {
+        let reporters = usize::from(self.options.reporters);
+        let Some(keep) = self.keeps.get_mut(&id) else {
+            self.unknown_results += 1;
+            return;
+        };
+        if !keep.ended.insert(rank) {
+            self.unknown_results += 1;
+            return;
+        }
+        if keep.ended.len() < reporters {
+            return;
+        }
+        let keep = self.keeps.remove(&id).expect("looked up above");
+        if keep.held {
+            self.release_if_free(id, applied);
+        } else {
+            applied.unwanted.push(id);
+        }
+    }
+
+    fn release_if_free(&mut self, id: RequestId, applied: &mut Applied) {
+        if !self.keeps.contains_key(&id) && !self.loads.contains_key(&id) {
+            applied.released.push(id);
+        }
+    }
+}
+
+impl Scheduler for PdScheduler {
+    fn matched_tokens(&self, request: &Request, local_tokens: u32) -> Match {
+        if self.fetched.contains(&request.id) || !matches!(request.params, Some(TransferParams::Fetch { .. })) {
+            return Match::None;
+        }
+        NonZeroU32::new(request.prompt_tokens.saturating_sub(local_tokens)).map_or(Match::None, Match::Async)
+    }
+
+    fn allocated(
+        &mut self,
+        request: &Request,
+        blocks: &[BlockId],
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Result<(), ConnectorError> {
+        match &request.params {
+            None => Ok(()),
+            Some(TransferParams::Fetch { .. }) => self.start_load(request, blocks, local_tokens, external_tokens),
+            Some(TransferParams::Keep { transfer, to }) => {
+                self.keeps.entry(request.id.clone()).or_insert_with(|| KeepState {
+                    transfer: *transfer,
+                    to: to.clone(),
+                    prompt_tokens: request.prompt_tokens,
+                    computed: 0,
+                    ended: BTreeSet::new(),
+                    held: false,
+                });
+                Ok(())
+            }
+        }
+    }
+
+    fn build_step(&mut self, step: &ScheduledStep) -> StepMeta {
+        let mut meta = std::mem::take(&mut self.next);
+        for request in &step.requests {
+            if self.loads.contains_key(&request.id) {
+                meta.reading.push(request.id.clone());
+            }
+            let Some(keep) = self.keeps.get_mut(&request.id) else { continue };
+            let computed = request.tokens.end.min(keep.prompt_tokens);
+            if computed <= keep.computed {
+                continue;
+            }
+            keep.computed = computed;
+            meta.saves.push(Save {
+                request: request.id.clone(),
+                transfer: keep.transfer,
+                to: keep.to.clone(),
+                blocks: request.blocks.clone(),
+                computed,
+                prompt_tokens: keep.prompt_tokens,
+            });
+        }
+        meta
+    }
+
+    fn finished(&mut self, request: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
+        self.fetched.remove(request);
+        let mut held = None;
+        if let Some(load) = self.loads.get_mut(request) {
+            load.aborted = true;
+            held = Some(load.transfer);
+            self.next.cancels.push(Cancel { request: request.clone(), transfer: load.transfer });
+        }
+        if let Some(keep) = self.keeps.get_mut(request) {
+            let incomplete = keep.computed < keep.prompt_tokens;
+            if how == EngineFinish::Aborted || incomplete {
+                self.next.cancels.push(Cancel { request: request.clone(), transfer: keep.transfer });
+            }
+            keep.held = true;
+            held = Some(keep.transfer);
+        }
+        held.map_or(Hold::Free, |transfer| Hold::Until { transfer, blocks: blocks.to_vec() })
+    }
+
+    fn apply(&mut self, results: Vec<StepResults>) -> Applied {
+        let mut applied = Applied::default();
+        for result in results {
+            let rank = result.tp_rank;
+            for id in result.started {
+                self.apply_started(rank, id, &mut applied);
+            }
+            for id in result.loaded {
+                self.apply_load_end(rank, id, None, &mut applied);
+            }
+            for failure in result.failed {
+                self.apply_load_end(rank, failure.request.clone(), Some(failure), &mut applied);
+            }
+            for id in result.sent {
+                self.apply_sent(rank, id, &mut applied);
+            }
+        }
+        applied
+    }
+
+    fn has_pending(&self) -> bool {
+        !self.loads.is_empty() || !self.keeps.is_empty() || !self.next.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests;

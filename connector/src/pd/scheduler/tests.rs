@@ -1,0 +1,173 @@
+use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
+use kvferry_transport::PeerAddress;
+
+use super::*;
+use crate::contract::ScheduledRequest;
+
+fn scheduler(reporters: u16) -> PdScheduler {
+    PdScheduler::new(SchedulerOptions { tokens_per_block: NonZeroU32::new(16).unwrap(), reporters, layerwise: false })
+}
+
+fn fetch(id: &str, prompt_tokens: u32) -> Request {
+    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: PeerAddress::Loopback(1) };
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+}
+
+fn keep(id: &str, prompt_tokens: u32) -> Request {
+    let params = TransferParams::Keep { transfer: TransferId::new(9), to: None::<PeerId> };
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+}
+
+fn blocks(n: u32) -> Vec<BlockId> {
+    (0..n).map(BlockId::new).collect()
+}
+
+fn step(id: &str, tokens: std::ops::Range<u32>, n: u32) -> ScheduledStep {
+    ScheduledStep { requests: vec![ScheduledRequest { id: RequestId::new(id), tokens, blocks: blocks(n) }] }
+}
+
+fn results(rank: u16) -> StepResults {
+    StepResults::empty(TpRank::new(rank))
+}
+
+fn failure(id: &str, good_tokens: u32) -> LoadFailure {
+    LoadFailure { request: RequestId::new(id), good_tokens, good_blocks: vec![], reason: "cut".into() }
+}
+
+#[test]
+fn a_prompt_is_matched_beyond_its_local_prefix_and_only_until_its_load() {
+    let mut s = scheduler(1);
+    let request = fetch("a", 40);
+    let n = |n| Match::Async(NonZeroU32::new(n).unwrap());
+    assert_eq!(s.matched_tokens(&request, 0), n(40));
+    assert_eq!(s.matched_tokens(&request, 16), n(24));
+    assert_eq!(s.matched_tokens(&request, 48), Match::None);
+    s.allocated(&request, &blocks(3), 16, 24).unwrap();
+    assert_eq!(s.matched_tokens(&request, 16), Match::None);
+
+    let meta = s.build_step(&ScheduledStep::default());
+    let [load] = meta.loads.as_slice() else { panic!("{meta:?}") };
+    assert_eq!((load.tokens.clone(), load.blocks.as_slice()), (16..40, &blocks(3)[1..]));
+    assert!(s.build_step(&ScheduledStep::default()).is_empty(), "a load is handed down once");
+
+    s.allocated(&request, &blocks(3), 16, 0).unwrap();
+    assert!(s.build_step(&ScheduledStep::default()).is_empty(), "the second call admits, it does not load");
+}
+
+#[test]
+fn a_full_local_hit_still_tells_the_prefill_side() {
+    let mut s = scheduler(1);
+    s.allocated(&fetch("a", 32), &blocks(2), 32, 0).unwrap();
+    let meta = s.build_step(&ScheduledStep::default());
+    assert_eq!(meta.loads[0].tokens, 32..32);
+    let applied = s.apply(vec![StepResults { loaded: vec![RequestId::new("a")], ..results(0) }]);
+    assert_eq!(applied, Applied::default(), "nothing waited for it");
+    assert!(!s.has_pending());
+}
+
+#[test]
+fn blocks_that_cannot_hold_the_tokens_are_refused() {
+    let mut s = scheduler(1);
+    for (n, local, external) in [(2, 0, 40), (3, 8, 24)] {
+        let error = s.allocated(&fetch("a", 40), &blocks(n), local, external).unwrap_err().to_string();
+        assert!(error.contains("request a"), "{error}");
+    }
+}
+
+#[test]
+fn a_load_surfaces_once_when_every_rank_has_spoken() {
+    let mut s = scheduler(2);
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    let loaded = |rank| StepResults { loaded: vec![RequestId::new("a")], ..results(rank) };
+    assert_eq!(s.apply(vec![loaded(1)]), Applied::default());
+    assert_eq!(s.apply(vec![loaded(1)]), Applied::default(), "a rank that speaks twice counts once");
+    assert_eq!(s.apply(vec![loaded(0)]).loaded, [RequestId::new("a")]);
+    assert_eq!(s.apply(vec![loaded(0)]), Applied::default());
+    assert_eq!(s.unknown_results(), 2);
+}
+
+#[test]
+fn the_shortest_good_prefix_over_the_ranks_counts() {
+    let mut s = scheduler(3);
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    let applied = s.apply(vec![
+        StepResults { failed: vec![failure("a", 32)], ..results(0) },
+        StepResults { loaded: vec![RequestId::new("a")], ..results(1) },
+        StepResults { failed: vec![failure("a", 16)], ..results(2) },
+    ]);
+    assert_eq!(applied.failed.iter().map(|f| f.good_tokens).collect::<Vec<_>>(), [16]);
+    assert!(applied.loaded.is_empty());
+}
+
+#[test]
+fn a_layerwise_load_can_fail_after_it_was_started() {
+    let mut s = scheduler(1);
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    let applied = s.apply(vec![StepResults { started: vec![RequestId::new("a")], ..results(0) }]);
+    assert_eq!(applied.loaded, [RequestId::new("a")]);
+    s.build_step(&ScheduledStep::default());
+    assert_eq!(s.build_step(&step("a", 39..40, 3)).reading, [RequestId::new("a")]);
+    let applied = s.apply(vec![StepResults { failed: vec![failure("a", 0)], ..results(0) }]);
+    assert_eq!((applied.loaded.len(), applied.failed.len()), (0, 1));
+}
+
+#[test]
+fn an_aborted_load_holds_its_blocks_until_it_ended() {
+    for ended in [
+        StepResults { failed: vec![failure("a", 0)], ..results(0) },
+        StepResults { loaded: vec![RequestId::new("a")], ..results(0) },
+    ] {
+        let mut s = scheduler(1);
+        s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+        let hold = s.finished(&RequestId::new("a"), &blocks(3), EngineFinish::Aborted);
+        assert!(matches!(hold, Hold::Until { .. }));
+        let meta = s.build_step(&ScheduledStep::default());
+        assert_eq!((meta.loads.len(), meta.cancels.len()), (1, 1));
+        let applied = s.apply(vec![ended]);
+        assert_eq!(applied, Applied { released: vec![RequestId::new("a")], ..Applied::default() });
+        assert!(!s.has_pending());
+    }
+}
+
+#[test]
+fn each_prefill_step_is_saved_once_and_the_request_is_held_until_sent() {
+    let mut s = scheduler(1);
+    s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+    assert_eq!(s.build_step(&step("p", 0..20, 2)).saves[0].computed, 20);
+    assert_eq!(s.build_step(&step("p", 20..40, 3)).saves[0].computed, 40);
+    assert!(s.build_step(&step("p", 40..41, 3)).saves.is_empty(), "generated tokens are not the prompt's");
+    let hold = s.finished(&RequestId::new("p"), &blocks(3), EngineFinish::Complete);
+    assert_eq!(hold, Hold::Until { transfer: TransferId::new(9), blocks: blocks(3) });
+    let applied = s.apply(vec![StepResults { sent: vec![RequestId::new("p")], ..results(0) }]);
+    assert_eq!(applied.released, [RequestId::new("p")]);
+}
+
+#[test]
+fn a_consumer_that_goes_away_makes_the_request_unwanted_and_its_blocks_free() {
+    let mut s = scheduler(1);
+    s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+    s.build_step(&step("p", 0..20, 2));
+    let applied = s.apply(vec![StepResults { sent: vec![RequestId::new("p")], ..results(0) }]);
+    assert_eq!(applied.unwanted, [RequestId::new("p")]);
+    assert_eq!(s.finished(&RequestId::new("p"), &blocks(3), EngineFinish::Aborted), Hold::Free);
+}
+
+#[test]
+fn a_prefill_that_is_aborted_tells_its_worker() {
+    let mut s = scheduler(1);
+    s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+    assert!(matches!(s.finished(&RequestId::new("p"), &[], EngineFinish::Aborted), Hold::Until { .. }));
+    assert_eq!(s.build_step(&ScheduledStep::default()).cancels.len(), 1);
+    assert!(s.has_pending());
+}
+
+#[test]
+fn a_local_request_leaves_no_trace() {
+    let mut s = scheduler(1);
+    let request = Request { params: None, ..fetch("l", 40) };
+    assert_eq!(s.matched_tokens(&request, 0), Match::None);
+    s.allocated(&request, &blocks(3), 0, 0).unwrap();
+    assert!(s.build_step(&step("l", 0..40, 3)).is_empty());
+    assert_eq!(s.finished(&request.id, &blocks(3), EngineFinish::Complete), Hold::Free);
+    assert!(!s.has_pending());
+}

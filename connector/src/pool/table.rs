@@ -1,0 +1,106 @@
+//! What holds blocks: a request's table, and a transfer's lease.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvferry_protocol::BlockId;
+
+/// Blocks that came back without the pool at hand; the pool takes them in at its next call.
+///
+/// Its length is bounded by the tables and leases that exist. `pending` spares the lock when there are none.
+#[derive(Default)]
+pub(super) struct Returns {
+    pending: AtomicBool,
+    queue: Mutex<Vec<(HeldBy, Vec<BlockId>)>>,
+}
+
+impl Returns {
+    fn push(&self, by: HeldBy, ids: Vec<BlockId>) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.push((by, ids));
+        self.pending.store(true, Ordering::Release);
+    }
+
+    pub(super) fn take(&self) -> Vec<(HeldBy, Vec<BlockId>)> {
+        if !self.pending.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        self.pending.store(false, Ordering::Release);
+        std::mem::take(&mut queue)
+    }
+}
+
+/// Who holds a reference.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum HeldBy {
+    Request,
+    Transfer,
+}
+
+/// References to blocks, one per entry; dropping gives them back.
+pub(super) struct Held {
+    pub(super) ids: Vec<BlockId>,
+    pub(super) returns: Arc<Returns>,
+    by: HeldBy,
+}
+
+impl Held {
+    pub(super) fn new(by: HeldBy, ids: Vec<BlockId>, returns: &Arc<Returns>) -> Self {
+        Self { ids, returns: Arc::clone(returns), by }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if !self.ids.is_empty() {
+            self.returns.push(self.by, std::mem::take(&mut self.ids));
+        }
+    }
+}
+
+/// The blocks of one request, in the order of its tokens.
+///
+/// Holds one reference to each. Dropping it, on any thread, frees the blocks in reverse order at the pool's next call;
+/// [`BlockPool::release`](super::BlockPool::release) does the same at once.
+pub struct BlockTable(pub(super) Held);
+
+/// Blocks that a transfer still reads or writes, whatever becomes of the request.
+///
+/// Holds one reference to each. Dropping it, on any thread, gives them back at the pool's next call. A lease has no clock: who
+/// holds it drops it on completion, or at its deadline once the last write has drained.
+pub struct Lease(pub(super) Held);
+
+macro_rules! holder {
+    ($name:ident) => {
+        impl $name {
+            /// The blocks, in the order of the request's tokens.
+            #[must_use]
+            pub fn ids(&self) -> &[BlockId] {
+                &self.0.ids
+            }
+
+            /// How many blocks are held.
+            #[must_use]
+            pub fn len(&self) -> usize {
+                self.0.ids.len()
+            }
+
+            /// Whether no block is held.
+            #[must_use]
+            pub fn is_empty(&self) -> bool {
+                self.0.ids.is_empty()
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_tuple(stringify!($name)).field(&self.0.ids).finish()
+            }
+        }
+    };
+}
+
+holder!(BlockTable);
+holder!(Lease);

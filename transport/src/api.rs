@@ -1,0 +1,264 @@
+//! What every transport offers: register, connect, send, grant, post, poll, revoke.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvferry_protocol::pages::{Extent, Pages};
+use kvferry_protocol::{PeerId, RegionId};
+
+use crate::error::TransportError;
+
+/// One way of moving bytes between this endpoint and its peers.
+///
+/// All calls return at once, except [`revoke`](Transport::revoke), which waits for a lane that is inside a read into the grant
+/// (one system call), and [`poll`](Transport::poll), which waits up to its time-out. Any thread may call; events come out in the
+/// order in which the transport learned of them, to whoever polls.
+pub trait Transport: Send + Sync + 'static {
+    /// What this transport is called on command lines, in metrics and in logs.
+    fn name(&self) -> &'static str;
+
+    /// What it can do and its limits.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Where peers reach this endpoint, as bound (port 0 is resolved).
+    fn local_address(&self) -> PeerAddress;
+
+    /// Registers memory; regions are numbered from 0 in the order of registration.
+    ///
+    /// # Safety
+    /// The memory stays mapped and is not freed before the transport is dropped. While a grant over a part of it is live, nobody
+    /// else writes or reads that part; while a post reads a part of it, nobody writes that part.
+    ///
+    /// # Errors
+    /// [`TransportError::Memory`] if the kind is not supported, or the table of regions is full.
+    #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
+    unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError>;
+
+    /// Starts to reach a peer and keeps trying, with back-off, until [`disconnect`](Transport::disconnect). The outcome is an
+    /// event: [`Event::Up`], or [`Event::Down`] with the reason for each failed attempt. Asking again is harmless.
+    ///
+    /// # Errors
+    /// [`TransportError::Limit`] if too many peers are being reached.
+    fn connect(&self, address: &PeerAddress) -> Result<(), TransportError>;
+
+    /// Ends the session with a peer and stops trying to reach it. Posts to it fail, grants to it are revoked.
+    fn disconnect(&self, peer: &PeerId, reason: &str);
+
+    /// Sends a message on the control lane, which never queues behind payload. Messages of one session arrive in order, at most
+    /// once; those of a session that is cut may be lost.
+    ///
+    /// # Errors
+    /// [`TransportError::NotConnected`], or [`TransportError::Limit`] if the message or the queue is too long.
+    fn send(&self, peer: &PeerId, message: Bytes) -> Result<(), TransportError>;
+
+    /// Permits one peer to fill the window that `pages` describe, until revoked or the session with that peer ends (which
+    /// revokes it).
+    ///
+    /// # Errors
+    /// [`TransportError::NotConnected`]; [`TransportError::Range`] if a page lies outside its region; [`TransportError::Limit`]
+    /// if there are too many grants.
+    fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError>;
+
+    /// Withdraws a grant. After this returns no byte of it lands, ever; it needs no word from the peer. Revoking again, or a
+    /// grant that ended with its session, returns at once.
+    fn revoke(&self, grant: GrantKey);
+
+    /// Writes into a peer's window: `write.source` flows into `write.extents` in order. Its one completion is
+    /// [`Event::Posted`]; at the receiver it becomes one [`Event::Landed`] with the notification, after all bytes landed.
+    ///
+    /// # Errors
+    /// The write is handed back in [`PostError`]; nothing was sent then.
+    fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>>;
+
+    /// Stops all posts under one grant of a peer: what was not handed to the network is dropped. Each ends in its one
+    /// [`Event::Posted`]; after the last one the sources are no longer read.
+    fn cancel(&self, peer: &PeerId, grant: GrantKey);
+
+    /// Moves events into `events`; waits up to `timeout` if there are none.
+    fn poll(&self, events: &mut Vec<Event>, timeout: Duration);
+
+    /// Counters since the start.
+    fn stats(&self) -> TransportStats;
+
+    /// Ends all sessions; after this returns nothing is read from or written to registered memory.
+    fn shutdown(&self);
+}
+
+/// Where an endpoint can be reached.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize)]
+pub enum PeerAddress {
+    /// A listener of this process's loopback network.
+    Loopback(u64),
+    /// A TCP listener.
+    Tcp(SocketAddr),
+}
+
+/// Memory to register.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    /// The first byte.
+    pub address: NonNull<u8>,
+    /// How many bytes.
+    pub bytes: usize,
+    /// Where they are.
+    pub kind: MemoryKind,
+}
+
+/// Where memory is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// Ordinary host memory.
+    Host,
+}
+
+/// What a transport can do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Capabilities {
+    /// The longest control message, in bytes.
+    pub max_message_bytes: usize,
+    /// The longest notification of a post, in bytes.
+    pub max_notification_bytes: usize,
+    /// The most extents in one post.
+    pub max_extents: usize,
+    /// Runs shorter than this are cheaper to pack into one run first; in bytes.
+    pub direct_run_bytes: u64,
+}
+
+/// The peer's permission to write one window. Unguessable, and useless to any other peer or session.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct GrantKey(pub u128);
+
+impl fmt::Debug for GrantKey {
+    /// Shows only enough to tell grants apart in a log: the key is a secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GrantKey({:04x}..)", self.0 >> 112)
+    }
+}
+
+/// Numbers a post of this endpoint.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct PostId(pub u64);
+
+/// A batch of runs with one completion and one notification.
+#[derive(Debug)]
+pub struct Write {
+    /// The peer's grant.
+    pub grant: GrantKey,
+    /// Numbers the writes of a grant; the receiver takes each number once.
+    pub sequence: u32,
+    /// Where in the window the bytes go, in order.
+    pub extents: Vec<Extent>,
+    /// Where the bytes come from; as many as the extents hold.
+    pub source: Source,
+    /// What the receiver's event carries.
+    pub notification: Bytes,
+}
+
+/// Where a write's bytes come from.
+#[derive(Debug, Clone)]
+pub enum Source {
+    /// Registered memory, read in place. The caller keeps it unchanged until the post's completion.
+    Pages(Vec<Pages>),
+    /// A packed slab, owned by the post until its completion.
+    Packed(Arc<dyn Slab>),
+}
+
+/// Packed bytes that a post reads and then lets go.
+pub trait Slab: Send + Sync + fmt::Debug {
+    /// The bytes.
+    fn bytes(&self) -> &[u8];
+}
+
+/// What happened.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// A session with a peer is up (again); `session` grows with each.
+    Up {
+        /// Who.
+        peer: PeerId,
+        /// Which session with it.
+        session: u64,
+        /// Which address was dialled, if this side dialled.
+        address: Option<PeerAddress>,
+        /// What the peer said of itself when it proved who it is (an application's bytes).
+        greeting: Bytes,
+    },
+    /// A session ended, or an attempt to reach an address failed. All grants to the peer are revoked and all posts to it have
+    /// ended before this event.
+    Down {
+        /// Who, if it proved who it is.
+        peer: Option<PeerId>,
+        /// Which address was dialled, if this side dialled.
+        address: Option<PeerAddress>,
+        /// Why.
+        reason: TransportError,
+    },
+    /// A control message.
+    Message {
+        /// Who sent it.
+        peer: PeerId,
+        /// Its bytes.
+        message: Bytes,
+    },
+    /// A post ended: the receiver took all its bytes, or will never take another.
+    Posted {
+        /// Which.
+        post: PostId,
+        /// How.
+        outcome: Result<(), TransportError>,
+    },
+    /// All bytes of a peer's write are in place.
+    Landed {
+        /// Who wrote.
+        peer: PeerId,
+        /// Under which grant.
+        grant: GrantKey,
+        /// Which write of the grant.
+        sequence: u32,
+        /// How many bytes.
+        bytes: u64,
+        /// The write's notification.
+        notification: Bytes,
+    },
+}
+
+/// A post that was not taken, with the write.
+#[derive(Debug, thiserror::Error)]
+#[error("write {} was not posted", write.sequence)]
+pub struct PostError {
+    /// The write, unchanged.
+    pub write: Write,
+    /// Why.
+    #[source]
+    pub reason: TransportError,
+}
+
+/// Counters since the start; all monotonic but the gauges that say so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct TransportStats {
+    /// Payload bytes handed to the network.
+    pub sent_bytes: u64,
+    /// Payload bytes placed into granted memory.
+    pub landed_bytes: u64,
+    /// Payload bytes that came under a dead grant and were thrown away.
+    pub dropped_bytes: u64,
+    /// Writes refused: unknown or revoked grant, out of range, taken before.
+    pub refused_writes: u64,
+    /// Sessions that came up.
+    pub sessions_up: u64,
+    /// Sessions and attempts that ended.
+    pub sessions_down: u64,
+    /// Peers that failed to prove who they are.
+    pub refused_peers: u64,
+    /// Gauge: live grants.
+    pub grants_live: u64,
+    /// Gauge: posts that have not ended.
+    pub posts_live: u64,
+}
