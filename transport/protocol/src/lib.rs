@@ -4,10 +4,17 @@
 //! yields outputs; a driver in another crate performs them.
 #![forbid(unsafe_code)]
 
+pub mod codec;
+pub mod digest;
 mod ids;
 pub mod layout;
+pub mod manifest;
+pub mod message;
 pub mod pages;
+pub mod transfer;
+pub mod wire;
 
+pub use digest::Digest;
 pub use ids::{
     BlockId, EngineId, EngineIdError, Generation, Incarnation, LayerId, PeerId, PpRank, RegionId, TpRank, TransferId,
 };

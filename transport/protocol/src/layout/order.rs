@@ -60,6 +60,20 @@ impl LayoutOrder {
         "BLHNPC",
     ];
 
+    /// Takes the five axes, outermost first.
+    pub(super) fn from_axes(axes: [Axis; 5]) -> Self {
+        debug_assert!(Axis::ALL.iter().all(|axis| axes.contains(axis)), "{axes:?} is no permutation");
+        Self(axes)
+    }
+
+    /// The same order with blocks moved outermost: the order of a window onto this layout.
+    #[must_use]
+    pub fn block_outermost(self) -> Self {
+        let mut axes = self.0;
+        axes.sort_by_key(|&axis| axis != Axis::Block);
+        Self(axes)
+    }
+
     /// The axes, outermost first.
     #[must_use]
     pub const fn axes(self) -> [Axis; 5] {

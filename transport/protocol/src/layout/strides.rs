@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::order::{Axis, LayoutOrder};
+use super::overlap;
 use crate::ids::{BlockId, RegionId};
 
 /// The sizes of one worker's KV cache: what it holds of the model, not of the sequence.
@@ -70,11 +71,29 @@ pub struct Place {
 
 /// Where each byte of a KV cache lies: a shape, strides a plane, and where layers begin.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "RawLayout")]
 pub struct KvLayout {
     shape: KvShape,
     planes: Vec<PlaneStrides>,
     /// One entry if layers follow each other by `PlaneStrides::layer`; else one for each layer.
     bases: Vec<LayerBase>,
+}
+
+/// A layout as it was read: not checked yet.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawLayout {
+    shape: KvShape,
+    planes: Vec<PlaneStrides>,
+    bases: Vec<LayerBase>,
+}
+
+impl TryFrom<RawLayout> for KvLayout {
+    type Error = LayoutError;
+
+    fn try_from(raw: RawLayout) -> Result<Self, Self::Error> {
+        Self::new(raw.shape, raw.planes, raw.bases)
+    }
 }
 
 /// Why strides do not make a layout.
@@ -121,8 +140,8 @@ pub enum LayoutError {
         /// The plane's index.
         plane: usize,
     },
-    /// An address does not fit 63 bits.
-    #[error("layout: strides times sizes exceed 2^63 bytes")]
+    /// An address does not fit 62 bits.
+    #[error("layout: strides times sizes exceed 2^62 bytes")]
     TooLarge,
 }
 
@@ -130,11 +149,10 @@ impl KvLayout {
     /// Packs a shape in one region (number 0, from its first byte) without padding, in the given order of axes.
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is zero, there are not one or two planes, or the bytes do not fit 63 bits.
+    /// [`LayoutError`] if a size is zero, there are not one or two planes, or the bytes do not fit 62 bits.
     pub fn packed(shape: KvShape, order: LayoutOrder) -> Result<Self, LayoutError> {
         let bases = vec![LayerBase { region: RegionId::new(0), offset: 0 }];
         check_shape(&shape)?;
-        let total_run: u64 = shape.run_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
         let mut planes: Vec<PlaneStrides> = shape
             .run_bytes
             .iter()
@@ -159,14 +177,14 @@ impl KvLayout {
                 *step = step.checked_mul(count).filter(|&bytes| bytes < 1 << 62).ok_or(LayoutError::TooLarge)?;
             }
         }
-        debug_assert!(total_run > 0);
         Ok(Self { shape, planes, bases })
     }
 
     /// Takes strides and bases as an engine gives them; pages may be padded.
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is zero, planes or bases do not match the shape, runs overlap, or an address exceeds 63 bits.
+    /// [`LayoutError`] if a size is zero, planes or bases do not match the shape, runs overlap, or an address exceeds 62 bits.
+    /// Runs count as overlapping unless the axes nest: sorted by stride, each steps over all that those inside it cover.
     pub fn new(shape: KvShape, planes: Vec<PlaneStrides>, bases: Vec<LayerBase>) -> Result<Self, LayoutError> {
         check_shape(&shape)?;
         if planes.len() != shape.run_bytes.len() {
@@ -181,6 +199,7 @@ impl KvLayout {
         if bases.len() != 1 && bases.len() != usize::from(shape.layers) {
             return Err(LayoutError::Bases { found: bases.len(), layers: shape.layers });
         }
+        overlap::check(&shape, &planes, &bases)?;
         Ok(Self { shape, planes, bases })
     }
 
@@ -200,6 +219,35 @@ impl KvLayout {
     #[must_use]
     pub fn bases(&self) -> &[LayerBase] {
         &self.bases
+    }
+
+    /// The order of the axes in memory, outermost first, read off the strides; layers with a base each that do not follow each
+    /// other evenly count as outermost.
+    #[must_use]
+    pub fn order(&self) -> LayoutOrder {
+        let first = self.planes.iter().min_by_key(|plane| plane.offset).expect("checked: one or two planes");
+        let last = self.planes.iter().map(|plane| plane.offset).max().unwrap_or(first.offset);
+        let mut axes = [
+            (self.layer_stride().unwrap_or(u64::MAX), Axis::Layer),
+            (first.block, Axis::Block),
+            (if self.planes.len() == 2 { last - first.offset } else { 0 }, Axis::Plane),
+            (first.head, Axis::Head),
+            (first.token, Axis::Token),
+        ];
+        axes.sort_by_key(|&(stride, _)| std::cmp::Reverse(stride));
+        LayoutOrder::from_axes(axes.map(|(_, axis)| axis))
+    }
+
+    /// From one layer to the next, if layers follow each other evenly in one region.
+    fn layer_stride(&self) -> Option<u64> {
+        let [first, second, ..] = self.bases.as_slice() else {
+            return Some(self.planes.iter().map(|plane| plane.layer).min().unwrap_or(0));
+        };
+        let stride = second.offset.checked_sub(first.offset)?;
+        let even = |pair: &[LayerBase]| {
+            pair[0].region == pair[1].region && pair[1].offset.checked_sub(pair[0].offset) == Some(stride)
+        };
+        self.bases.windows(2).all(even).then_some(stride)
     }
 
     /// Where the run of (layer, block, plane, head, token) begins. `layer` and `head` count from 0 within this worker.
@@ -224,7 +272,7 @@ impl KvLayout {
 }
 
 impl KvShape {
-    fn count(&self, axis: Axis) -> u64 {
+    pub(super) fn count(&self, axis: Axis) -> u64 {
         match axis {
             Axis::Layer => self.layers.into(),
             Axis::Block => self.blocks.into(),

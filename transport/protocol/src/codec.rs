@@ -1,0 +1,144 @@
+//! The bytes of messages: a version, then bincode 2 (little-endian, variable-length integers) of the serde model.
+//!
+//! The only place that knows bincode. Golden bytes of every released version are kept in `tests/golden.rs`.
+
+use bincode::config;
+use bincode::error::{DecodeError, EncodeError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::message::{Message, Wrote};
+
+/// The versions of the message format that this release reads.
+pub const VERSIONS: std::ops::RangeInclusive<u16> = 1..=1;
+
+/// The longest encoded message, in bytes.
+pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
+
+/// The longest encoded notification of a write, in bytes.
+pub const MAX_WROTE_BYTES: usize = 64;
+
+/// Why bytes are not a message, or a message cannot become bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CodecError {
+    /// Longer than the limit.
+    #[error("{what}: {found} bytes are over the limit of {limit}")]
+    TooLong {
+        /// What was encoded or decoded.
+        what: &'static str,
+        /// How long it is, or that it is at least this long.
+        found: usize,
+        /// How long it may be.
+        limit: usize,
+    },
+    /// Too short to hold a version.
+    #[error("{what}: {found} bytes hold no version")]
+    NoVersion {
+        /// What was decoded.
+        what: &'static str,
+        /// How long it is.
+        found: usize,
+    },
+    /// A version that this release does not read.
+    #[error("{what}: version {found} is not among {min} to {max}; both sides must run neighbouring releases")]
+    Version {
+        /// What was decoded.
+        what: &'static str,
+        /// The version found.
+        found: u16,
+        /// The lowest version read.
+        min: u16,
+        /// The highest version read.
+        max: u16,
+    },
+    /// The bytes do not follow the format.
+    #[error("{what}: {problem}")]
+    Malformed {
+        /// What was decoded.
+        what: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Bytes are left over.
+    #[error("{what}: {found} bytes follow the end")]
+    Trailing {
+        /// What was decoded.
+        what: &'static str,
+        /// How many.
+        found: usize,
+    },
+}
+
+/// Encodes a message in a version's format.
+///
+/// # Errors
+/// [`CodecError::Version`] for a version that is not in [`VERSIONS`]; [`CodecError::TooLong`].
+pub fn encode(version: u16, message: &Message) -> Result<Vec<u8>, CodecError> {
+    encode_as::<_, MAX_MESSAGE_BYTES>("message", version, message)
+}
+
+/// Decodes a message of any version in [`VERSIONS`].
+///
+/// # Errors
+/// [`CodecError`]: too long, unknown version, malformed, over the limit of a field, or with bytes left over.
+pub fn decode(bytes: &[u8]) -> Result<Message, CodecError> {
+    decode_as::<_, MAX_MESSAGE_BYTES>("message", bytes)
+}
+
+/// Encodes the notification of a write.
+///
+/// # Errors
+/// [`CodecError::Version`] for a version that is not in [`VERSIONS`].
+pub fn encode_wrote(version: u16, wrote: &Wrote) -> Result<Vec<u8>, CodecError> {
+    encode_as::<_, MAX_WROTE_BYTES>("notification", version, wrote)
+}
+
+/// Decodes the notification of a write.
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_wrote(bytes: &[u8]) -> Result<Wrote, CodecError> {
+    decode_as::<_, MAX_WROTE_BYTES>("notification", bytes)
+}
+
+const VERSION_BYTES: usize = 2;
+
+fn check_version(what: &'static str, found: u16) -> Result<(), CodecError> {
+    if VERSIONS.contains(&found) {
+        return Ok(());
+    }
+    Err(CodecError::Version { what, found, min: *VERSIONS.start(), max: *VERSIONS.end() })
+}
+
+fn encode_as<T: Serialize, const LIMIT: usize>(
+    what: &'static str,
+    version: u16,
+    value: &T,
+) -> Result<Vec<u8>, CodecError> {
+    check_version(what, version)?;
+    let mut bytes = version.to_le_bytes().to_vec();
+    bincode::serde::encode_into_std_write(value, &mut bytes, config::standard())
+        .map_err(|error: EncodeError| CodecError::Malformed { what, problem: error.to_string() })?;
+    check_length(what, bytes.len(), LIMIT)?;
+    Ok(bytes)
+}
+
+fn decode_as<T: DeserializeOwned, const LIMIT: usize>(what: &'static str, bytes: &[u8]) -> Result<T, CodecError> {
+    check_length(what, bytes.len(), LIMIT)?;
+    let Some((version, body)) = bytes.split_first_chunk::<VERSION_BYTES>() else {
+        return Err(CodecError::NoVersion { what, found: bytes.len() });
+    };
+    check_version(what, u16::from_le_bytes(*version))?;
+    let config = config::standard().with_limit::<LIMIT>();
+    let (value, used) = bincode::serde::decode_from_slice(body, config)
+        .map_err(|error: DecodeError| CodecError::Malformed { what, problem: error.to_string() })?;
+    match body.len() - used {
+        0 => Ok(value),
+        found => Err(CodecError::Trailing { what, found }),
+    }
+}
+
+const fn check_length(what: &'static str, found: usize, limit: usize) -> Result<(), CodecError> {
+    if found > limit { Err(CodecError::TooLong { what, found, limit }) } else { Ok(()) }
+}

@@ -1,0 +1,172 @@
+//! What the two ends of a transfer say to each other on the control lane, and the notification that a write carries.
+//!
+//! | message | from | to | meaning |
+//! |---|---|---|---|
+//! | [`Manifest`] | both | both | what the KV cache is; compared before the first transfer |
+//! | [`Offer`] | sender | receiver | "I lease this"; prefill speaks first |
+//! | [`Grant`] | receiver | sender | "write these rectangles, under this generation" |
+//! | [`Renew`] | receiver | sender | "I still want it: keep the lease this long from now" |
+//! | [`Stop`] | receiver | sender | "post nothing more under this generation, and tell me when nothing is posted" |
+//! | [`Stopped`] | sender | receiver | "nothing is posted under that generation, and nothing will be" |
+//! | [`Abort`] | sender | receiver | "I shall send no more, because ...; what is your word?" |
+//! | [`Ended`] | receiver | sender | the receiver's word; it decides |
+//! | [`Ended`] | sender | receiver | the sender ended, too; nothing more will come from it |
+//! | [`Engine`](Message::Engine) | both | both | opaque to kvferry |
+//!
+//! Only durations cross the wire. Every length is limited, see the constants of each type.
+
+mod bounded;
+mod verdict;
+
+use serde::{Deserialize, Serialize};
+
+pub use bounded::{EngineBytes, Missing, OpaqueKey, Text, TooLong, WindowBytes};
+pub use verdict::{Failure, Reason, Verdict};
+
+use crate::digest::Digest;
+use crate::ids::{Generation, TransferId};
+use crate::manifest::Manifest;
+use crate::transfer::Rect;
+
+/// One message on the control lane. The order of the variants is the wire format: append only.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Message {
+    /// What this side's KV cache is.
+    Manifest(Box<Manifest>),
+    /// The sender leases blocks for a transfer.
+    Offer(Offer),
+    /// The receiver permits writes.
+    Grant(Grant),
+    /// The receiver still wants the transfer.
+    Renew(Renew),
+    /// The receiver withdraws a grant.
+    Stop(Stop),
+    /// Nothing is posted under a withdrawn grant.
+    Stopped(Stopped),
+    /// The sender will send no more.
+    Abort(Abort),
+    /// One side's verdict.
+    Ended(Ended),
+    /// Bytes between the two engines; kvferry carries them in order and does not read them.
+    Engine(EngineBytes),
+}
+
+/// The sender's blocks for a transfer: what is leased, computed or still to be computed.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Offer {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// All tokens and layers that the sender will have.
+    pub held: Rect,
+}
+
+/// The receiver's permission to write exactly the missing rectangles, until revoked.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Grant {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// Which grant of it; each is made once, and a higher one replaces a lower one.
+    pub generation: Generation,
+    /// The transport's key of the window.
+    pub key: OpaqueKey,
+    /// How long from its arrival the receiver wants the sender to keep its lease, in milliseconds.
+    pub ttl_ms: u32,
+    /// How the window is laid out; opaque here, the layout algebra reads it.
+    pub window: WindowBytes,
+    /// What is still wanted; each cell of it is written at most once under this generation.
+    pub missing: Missing,
+}
+
+/// The receiver still wants the transfer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Renew {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// How long from its arrival the sender is asked to keep its lease, in milliseconds.
+    pub ttl_ms: u32,
+}
+
+/// The receiver withdraws a grant and asks for the sender's word that nothing is posted under it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Stop {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// Which grant of it; all lower ones are meant, too.
+    pub generation: Generation,
+}
+
+/// The sender's word that nothing is posted under a grant, and nothing will be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Stopped {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// As in the [`Stop`] that this answers.
+    pub generation: Generation,
+}
+
+/// The sender will send no more and waits for the receiver's word.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Abort {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// `Failed` or `Cancelled`; a receiver that is not done yet takes it as its own verdict.
+    pub why: Verdict,
+}
+
+/// One side's verdict, final.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Ended {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// How it ended on the side that says so.
+    pub verdict: Verdict,
+}
+
+/// The notification of one write: it travels with the payload and arrives after all its bytes landed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Wrote {
+    /// Which transfer.
+    pub transfer: TransferId,
+    /// Under which grant of it.
+    pub generation: Generation,
+    /// Which write of the grant, numbered from 0.
+    pub sequence: u32,
+    /// The tokens and layers that the write fills.
+    pub rect: Rect,
+    /// Of the bytes, made where they left the device.
+    pub digest: Digest,
+}
+
+impl Message {
+    /// The transfer that it belongs to; `None` for what belongs to the session.
+    #[must_use]
+    pub const fn transfer(&self) -> Option<TransferId> {
+        match self {
+            Self::Manifest(_) | Self::Engine(_) => None,
+            Self::Offer(m) => Some(m.transfer),
+            Self::Grant(m) => Some(m.transfer),
+            Self::Renew(m) => Some(m.transfer),
+            Self::Stop(m) => Some(m.transfer),
+            Self::Stopped(m) => Some(m.transfer),
+            Self::Abort(m) => Some(m.transfer),
+            Self::Ended(m) => Some(m.transfer),
+        }
+    }
+
+    /// Its name, for errors, logs and metrics.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Manifest(_) => "Manifest",
+            Self::Offer(_) => "Offer",
+            Self::Grant(_) => "Grant",
+            Self::Renew(_) => "Renew",
+            Self::Stop(_) => "Stop",
+            Self::Stopped(_) => "Stopped",
+            Self::Abort(_) => "Abort",
+            Self::Ended(_) => "Ended",
+            Self::Engine(_) => "Engine",
+        }
+    }
+}

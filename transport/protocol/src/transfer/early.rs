@@ -1,0 +1,202 @@
+//! What a peer says of a transfer before this side's engine knows of it.
+//!
+//! Either side may be first, so a grant, an offer or an abort is kept until the engine asks for it; bounded in number and
+//! time, and answered in the negative when it cannot be kept, or nobody came for it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::time::Time;
+use crate::ids::{PeerId, TransferId};
+use crate::message::{Abort, Ended, Message, Reason, Stopped, Verdict};
+
+/// Early messages of all peers, at most one for each (peer, transfer).
+#[derive(Debug)]
+pub struct Early {
+    config: EarlyConfig,
+    kept: BTreeMap<(PeerId, TransferId), Kept>,
+    stats: EarlyStats,
+}
+
+/// How much is kept, and for how long.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EarlyConfig {
+    /// The most messages in all.
+    pub max_messages: usize,
+    /// The most messages of one peer.
+    pub max_messages_per_peer: usize,
+    /// How long one is kept.
+    pub ttl: Duration,
+}
+
+/// What was counted; monotonic.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct EarlyStats {
+    /// Messages kept.
+    pub kept: u64,
+    /// Messages taken by an engine.
+    pub taken: u64,
+    /// Messages refused because the table was full.
+    pub refused: u64,
+    /// Messages that nobody came for.
+    pub expired: u64,
+    /// Messages of unknown transfers that mean nothing early: late ones, mostly.
+    pub dropped: u64,
+}
+
+#[derive(Debug)]
+struct Kept {
+    message: Message,
+    expires: Time,
+}
+
+impl Early {
+    /// An empty table.
+    #[must_use]
+    pub const fn new(config: EarlyConfig) -> Self {
+        Self {
+            config,
+            kept: BTreeMap::new(),
+            stats: EarlyStats { kept: 0, taken: 0, refused: 0, expired: 0, dropped: 0 },
+        }
+    }
+
+    /// Takes a message of a transfer for which there is no machine; returns what to answer.
+    pub fn message(&mut self, now: Time, peer: &PeerId, message: Message) -> Option<Message> {
+        let transfer = message.transfer()?;
+        let key = (peer.clone(), transfer);
+        match message {
+            Message::Grant(_) | Message::Offer(_) | Message::Abort(_) => self.keep(now, key, message),
+            Message::Renew(_) => match self.kept.get_mut(&key) {
+                Some(Kept { message: Message::Grant(_), expires }) => {
+                    *expires = now + self.config.ttl;
+                    None
+                }
+                Some(_) | None => {
+                    self.stats.dropped += 1;
+                    Some(negative_abort(transfer, "no lease; it ran out, or the request is unknown"))
+                }
+            },
+            Message::Stop(stop) => {
+                if let Some(Kept { message: Message::Grant(grant), .. }) = self.kept.get(&key)
+                    && grant.generation <= stop.generation
+                {
+                    self.kept.remove(&key);
+                }
+                Some(Message::Stopped(Stopped { transfer, generation: stop.generation }))
+            }
+            Message::Ended(ended) => {
+                match self.kept.remove(&key).map(|kept| kept.message) {
+                    // The sender gave up: whoever comes for its offer must hear that.
+                    Some(Message::Offer(_) | Message::Abort(_)) => {
+                        let why = match ended.verdict {
+                            Verdict::Failed(failure) => Verdict::Failed(failure),
+                            Verdict::Done | Verdict::Cancelled => Verdict::Cancelled,
+                        };
+                        self.keep(now, key, Message::Abort(Abort { transfer, why }));
+                    }
+                    // The receiver's word ends what it asked for.
+                    Some(_) | None => self.stats.dropped += 1,
+                }
+                None
+            }
+            Message::Stopped(_) | Message::Manifest(_) | Message::Engine(_) => {
+                self.stats.dropped += 1;
+                None
+            }
+        }
+    }
+
+    /// Hands out what a peer said early, for a machine that has just begun: feed it to the machine after `peer_up`.
+    pub fn take(&mut self, peer: &PeerId, transfer: TransferId) -> Option<Message> {
+        let kept = self.kept.remove(&(peer.clone(), transfer))?;
+        self.stats.taken += 1;
+        Some(kept.message)
+    }
+
+    /// Forgets what a peer said: its session ended, and its grants with it.
+    pub fn peer_down(&mut self, peer: &PeerId) {
+        self.kept.retain(|(of, _), _| of != peer);
+    }
+
+    /// Gives up what nobody came for; returns what to answer to whom.
+    pub fn timeout(&mut self, now: Time) -> Vec<(PeerId, Message)> {
+        let due: Vec<_> =
+            self.kept.iter().filter(|(_, kept)| kept.expires <= now).map(|(key, _)| key.clone()).collect();
+        let mut answers = Vec::new();
+        for key in due {
+            let Some(kept) = self.kept.remove(&key) else { continue };
+            self.stats.expired += 1;
+            let waited = self.config.ttl;
+            let text = format!("no request for this transfer came within {waited:?}");
+            let (peer, transfer) = key;
+            answers.extend(negative(transfer, &kept.message, Reason::Unknown, &text).map(|answer| (peer, answer)));
+        }
+        answers
+    }
+
+    /// When [`Early::timeout`] has something to do, and why.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<(Time, &'static str)> {
+        self.kept.values().map(|kept| kept.expires).min().map(|expires| (expires, "early message"))
+    }
+
+    /// How many messages are kept.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.kept.len()
+    }
+
+    /// Whether none is kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.kept.is_empty()
+    }
+
+    /// What was counted so far.
+    #[must_use]
+    pub const fn stats(&self) -> EarlyStats {
+        self.stats
+    }
+
+    fn keep(&mut self, now: Time, key: (PeerId, TransferId), message: Message) -> Option<Message> {
+        let expires = now + self.config.ttl;
+        if let Some(kept) = self.kept.get_mut(&key) {
+            *kept = Kept { message, expires };
+            return None;
+        }
+        let first = (key.0.clone(), TransferId::new(0));
+        let last = (key.0.clone(), TransferId::new(u128::MAX));
+        let of_peer = self.kept.range(first..=last).count();
+        if self.kept.len() >= self.config.max_messages || of_peer >= self.config.max_messages_per_peer {
+            self.stats.refused += 1;
+            return negative(key.1, &message, Reason::Limit, "too many transfers wait for their request");
+        }
+        self.kept.insert(key, Kept { message, expires });
+        self.stats.kept += 1;
+        None
+    }
+}
+
+/// The answer to whoever waits for this message's counterpart.
+fn negative(transfer: TransferId, message: &Message, reason: Reason, text: &str) -> Option<Message> {
+    match message {
+        Message::Grant(_) => Some(Message::Abort(Abort { transfer, why: Verdict::failed(reason, text) })),
+        Message::Offer(_) | Message::Abort(_) => {
+            Some(Message::Ended(Ended { transfer, verdict: Verdict::failed(reason, text) }))
+        }
+        Message::Manifest(_)
+        | Message::Renew(_)
+        | Message::Stop(_)
+        | Message::Stopped(_)
+        | Message::Ended(_)
+        | Message::Engine(_) => None,
+    }
+}
+
+fn negative_abort(transfer: TransferId, text: &str) -> Message {
+    Message::Abort(Abort { transfer, why: Verdict::failed(Reason::Unknown, text) })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,60 @@
+//! Bugs that the simulator plants to prove that its checks see them; without the feature `sim` there are none.
+
+/// A bug to plant in a machine.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Planted {
+    /// The receiver frees its blocks without waiting for the fence.
+    FinishBeforeFence,
+    /// The receiver makes bytes visible when they land, not when their digest matched.
+    VisibleBeforeDigest,
+    /// The receiver takes a wrong digest for a right one.
+    DigestIgnored,
+    /// The receiver grants anew under the old generation.
+    GenerationReused,
+    /// The receiver asks again for what is already verified.
+    VerifiedAskedAgain,
+    /// The receiver takes the sender's abort for done.
+    AbortIsDone,
+    /// The receiver forgets its deadline.
+    NoDeadline,
+    /// The receiver finishes again whenever it is told to.
+    FinishedTwice,
+    /// The sender releases its lease while posts read the blocks.
+    ReleaseBeforeDrain,
+    /// The sender is done when all is posted, without the receiver's word.
+    DoneWithoutWord,
+    /// The sender posts a rectangle again when its post was lost, under the same grant.
+    RepostUnderSameGrant,
+    /// The sender posts what is not computed yet.
+    PostUncomputed,
+    /// The sender takes grants of older generations.
+    OldGrantTaken,
+    /// The sender says that nothing is posted while something is.
+    StoppedTooEarly,
+}
+
+/// The planted bug of one machine, if any.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Bug {
+    #[cfg(feature = "sim")]
+    planted: Option<Planted>,
+}
+
+impl Bug {
+    #[cfg(feature = "sim")]
+    pub(super) const fn plant(planted: Option<Planted>) -> Self {
+        Self { planted }
+    }
+
+    /// Whether this bug is planted.
+    #[cfg(feature = "sim")]
+    pub(super) fn is(self, bug: Planted) -> bool {
+        self.planted == Some(bug)
+    }
+
+    /// Whether this bug is planted: never.
+    #[cfg(not(feature = "sim"))]
+    pub(super) const fn is(self, _: Planted) -> bool {
+        false
+    }
+}

@@ -1,0 +1,149 @@
+//! Proofs: who holds the cluster's key may speak.
+
+use std::fmt;
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use crate::wire::error::ClusterKeyError;
+
+/// Bytes of one proof or seal.
+pub(crate) const PROOF_BYTES: usize = 32;
+
+/// A secret that all engines of one cluster share.
+#[derive(Clone)]
+pub struct ClusterKey(Vec<u8>);
+
+impl ClusterKey {
+    /// The shortest key, in bytes.
+    pub const MIN_BYTES: usize = 16;
+    /// The longest key, in bytes.
+    pub const MAX_BYTES: usize = 64;
+
+    /// Checks the length and wraps the bytes.
+    ///
+    /// # Errors
+    /// [`ClusterKeyError`] if there are too few or too many.
+    pub fn new(bytes: &[u8]) -> Result<Self, ClusterKeyError> {
+        if !(Self::MIN_BYTES..=Self::MAX_BYTES).contains(&bytes.len()) {
+            return Err(ClusterKeyError { found: bytes.len() });
+        }
+        Ok(Self(bytes.to_vec()))
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for ClusterKey {
+    /// Shows nothing of the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ClusterKey(..)")
+    }
+}
+
+/// What binds a session's data lanes to its control lane; derived on both sides, never sent.
+#[derive(Clone)]
+pub struct LaneSecret(pub(crate) [u8; PROOF_BYTES]);
+
+impl fmt::Debug for LaneSecret {
+    /// Shows nothing of the secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LaneSecret(..)")
+    }
+}
+
+impl LaneSecret {
+    /// Whether `binding` shows that the dialler of a data lane holds this secret. Takes the same time for every wrong binding.
+    pub(crate) fn verify(&self, seal: &SealKey, session: u64, lane: u16, binding: &[u8; PROOF_BYTES]) -> bool {
+        self.lane_mac(seal, session, lane).verify_slice(binding).is_ok()
+    }
+
+    pub(crate) fn binding(&self, seal: &SealKey, session: u64, lane: u16) -> [u8; PROOF_BYTES] {
+        self.lane_mac(seal, session, lane).finalize().into_bytes().into()
+    }
+
+    fn lane_mac(&self, seal: &SealKey, session: u64, lane: u16) -> Hmac<Sha256> {
+        mac(&self.0, &[b"kvferry lane", &seal.0, &session.to_le_bytes(), &lane.to_le_bytes()])
+    }
+}
+
+/// What seals the identity and the verdict of one handshake.
+#[derive(Clone)]
+pub(crate) struct SealKey([u8; PROOF_BYTES]);
+
+impl SealKey {
+    pub(crate) fn seal(&self, label: &[u8], bytes: &[u8]) -> [u8; PROOF_BYTES] {
+        mac(&self.0, &[label, bytes]).finalize().into_bytes().into()
+    }
+
+    /// Whether the seal is right. Takes the same time for every wrong seal.
+    pub(crate) fn verify(&self, label: &[u8], bytes: &[u8], seal: &[u8]) -> bool {
+        mac(&self.0, &[label, bytes]).verify_slice(seal).is_ok()
+    }
+
+    pub(crate) fn lane_secret(&self) -> LaneSecret {
+        LaneSecret(mac(&self.0, &[b"kvferry lanes"]).finalize().into_bytes().into())
+    }
+}
+
+/// All that was said so far; every part has a fixed size, so the parts cannot be confused.
+#[derive(Clone)]
+pub(crate) struct Transcript(Vec<u8>);
+
+impl Transcript {
+    pub(crate) fn new(hello: &[u8]) -> Self {
+        Self(hello.to_vec())
+    }
+
+    pub(crate) fn add(&mut self, said: &[u8]) {
+        self.0.extend_from_slice(said);
+    }
+
+    pub(crate) fn proof(&self, key: &ClusterKey, label: &[u8]) -> [u8; PROOF_BYTES] {
+        mac(key.bytes(), &[label, &self.0]).finalize().into_bytes().into()
+    }
+
+    /// Whether the proof is right. Takes the same time for every wrong proof.
+    pub(crate) fn verify(&self, key: &ClusterKey, label: &[u8], proof: &[u8]) -> bool {
+        mac(key.bytes(), &[label, &self.0]).verify_slice(proof).is_ok()
+    }
+
+    pub(crate) fn seal_key(&self, key: &ClusterKey) -> SealKey {
+        SealKey(self.proof(key, b"kvferry session"))
+    }
+}
+
+pub(crate) const DIALLER_PROOF: &[u8] = b"kvferry dialler";
+pub(crate) const LISTENER_PROOF: &[u8] = b"kvferry listener";
+pub(crate) const IDENTITY_SEAL: &[u8] = b"kvferry identity";
+pub(crate) const VERDICT_SEAL: &[u8] = b"kvferry verdict";
+
+fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
+    // The only error is a key of an impossible length, and HMAC takes keys of any length.
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length");
+    for part in parts {
+        mac.update(part);
+    }
+    mac
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_checked_where_it_enters_and_never_shown() {
+        for (bytes, fits) in [(0, false), (15, false), (16, true), (64, true), (65, false)] {
+            assert_eq!(ClusterKey::new(&vec![7; bytes]).is_ok(), fits, "{bytes}");
+        }
+        assert_eq!(format!("{:?}", ClusterKey::new(&[0x41; 16]).unwrap()), "ClusterKey(..)");
+    }
+
+    #[test]
+    fn hmac_is_the_one_of_rfc_4231() {
+        let got: [u8; 32] = mac(&[0x0b; 20], &[b"Hi ", b"There"]).finalize().into_bytes().into();
+        assert_eq!(got[..8], [0xb0, 0x34, 0x4c, 0x61, 0xd8, 0xdb, 0x38, 0x53], "test case 1");
+    }
+}
