@@ -44,6 +44,13 @@ pub enum ConnectorError {
         /// The configuration key.
         key: &'static str,
     },
+    /// The system has no thread to spare.
+    #[error("a thread of the connector cannot be started")]
+    Thread {
+        /// The system's word.
+        #[source]
+        source: std::io::Error,
+    },
     /// The worker was shut down, or its driver thread ended.
     #[error("the connector's worker has ended")]
     Ended,

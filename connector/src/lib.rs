@@ -10,5 +10,6 @@ mod error;
 pub mod metrics;
 pub mod pd;
 pub mod pool;
+mod raw;
 
 pub use error::ConnectorError;

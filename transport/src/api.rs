@@ -30,7 +30,7 @@ pub trait Transport: Send + Sync + 'static {
     /// Registers memory; regions are numbered from 0 in the order of registration.
     ///
     /// # Safety
-    /// The memory stays mapped and is not freed before the transport is dropped. While a grant over a part of it is live, nobody
+    /// The memory stays mapped until [`shutdown`](Transport::shutdown) returned or the transport is dropped. While a grant over a part of it is live, nobody
     /// else writes or reads that part; while a post reads a part of it, nobody writes that part.
     ///
     /// # Errors

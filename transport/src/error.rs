@@ -89,6 +89,14 @@ pub enum TransportError {
         /// For how long.
         waited_ms: u64,
     },
+    /// The session was ended by the peer.
+    #[error("{peer} ended the session: {reason}")]
+    Ended {
+        /// The peer.
+        peer: String,
+        /// Its word.
+        reason: String,
+    },
     /// The session was ended by this side.
     #[error("disconnected: {reason}")]
     Disconnected {

@@ -2,10 +2,21 @@
 //!
 //! The receiver grants a *window*: an ordered space of bytes mapped onto its registered memory. The sender posts writes into
 //! that window by offset and never learns an address. `revoke` returns only when no byte of the grant can land any more.
+//!
+//! [`Loopback`] moves bytes inside one process and can be told to break them; [`Tcp`] moves them between processes.
 #![deny(unsafe_code)]
 
 pub mod api;
+mod core;
 mod error;
+mod ffi;
+mod loopback;
+mod raw;
+mod tcp;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use api::*;
 pub use error::TransportError;
+pub use loopback::{FaultPlan, FaultRates, Loopback, LoopbackConfig, LoopbackNetwork};
+pub use tcp::{ConfigError, Tcp, TcpConfig, TcpConfigFile};

@@ -180,6 +180,8 @@ pub struct Deadlines {
     pub lease_ttl: Duration,
     /// The receiver's verdict, after the sender's last byte; at most `transfer`.
     pub verdict: Duration,
+    /// A peer without a session, at the start of a transfer and after a cut; at most `transfer`.
+    pub absent: Duration,
 }
 
 /// How much there may be of each thing.
@@ -249,6 +251,7 @@ impl TryFrom<&RawConfig> for Deadlines {
             progress: within("progress_deadline_ms", raw.progress_deadline_ms, 5_000)?,
             lease_ttl: milliseconds("lease_ttl_ms", raw.lease_ttl_ms, 30_000)?,
             verdict: within("verdict_timeout_ms", raw.verdict_timeout_ms, 5_000)?,
+            absent: within("absent_deadline_ms", raw.absent_deadline_ms, 5_000)?,
         })
     }
 }
@@ -369,3 +372,12 @@ fn read_psk(path: PathBuf) -> Result<PreSharedKey, ConfigError> {
 }
 
 const MAX_PEERS: usize = 4096;
+
+impl From<TransferOrder> for kvferry_protocol::transfer::Order {
+    fn from(order: TransferOrder) -> Self {
+        match order {
+            TransferOrder::DecodeFirst => Self::DecodeFirst,
+            TransferOrder::PrefillFirst => Self::PrefillFirst,
+        }
+    }
+}

@@ -53,6 +53,9 @@ pub enum TransferParams {
         transfer: TransferId,
         /// Where the prefill engine's worker listens.
         from: PeerAddress,
+        /// An engine message that asks for the prompt, carried ahead of the grant and again after a cut, so the prefill engine
+        /// takes the second one for the first; empty where a router has asked.
+        ask: Vec<u8>,
     },
     /// On the prefill side: keep the prompt's KV for a decode engine (vLLM's `do_remote_decode`).
     Keep {

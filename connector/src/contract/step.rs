@@ -59,6 +59,8 @@ pub struct Load {
     pub transfer: TransferId,
     /// Where the prefill worker listens.
     pub from: PeerAddress,
+    /// What its engine is asked, if the router did not ask it.
+    pub ask: Vec<u8>,
     /// The request's blocks from the one that holds `tokens.start`.
     pub blocks: Vec<BlockId>,
     /// Positions to load; `start` is block-aligned.

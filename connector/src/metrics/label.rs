@@ -1,5 +1,7 @@
 //! By what metrics are told apart: small closed sets, so that a page cannot grow.
 
+use kvferry_protocol::message::Reason;
+
 /// A closed set of label values, or of combinations of them.
 pub trait Labels: Copy + 'static {
     /// All of them, in the order of the exporter's page.
@@ -129,5 +131,27 @@ impl Labels for (Side, FailureReason) {
 
     fn pairs(self) -> Vec<(&'static str, &'static str)> {
         [self.0.pairs(), self.1.pairs()].concat()
+    }
+}
+
+impl From<Reason> for FailureReason {
+    fn from(reason: Reason) -> Self {
+        match reason {
+            Reason::Deadline => Self::Deadline,
+            Reason::Stalled => Self::Stalled,
+            Reason::PeerAbsent => Self::PeerAbsent,
+            Reason::PeerRestarted => Self::PeerRestarted,
+            Reason::Digest => Self::Digest,
+            Reason::Grant => Self::Grant,
+            Reason::LeaseExpired => Self::LeaseExpired,
+            Reason::NoWord => Self::NoWord,
+            Reason::Engine => Self::Engine,
+            Reason::Unknown => Self::Unknown,
+            Reason::Limit => Self::Limit,
+            Reason::Cuts => Self::Cuts,
+            Reason::Range => Self::Range,
+            // `Reason` may grow; what this build does not know is a breach of what it knows.
+            _ => Self::Protocol,
+        }
     }
 }

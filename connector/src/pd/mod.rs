@@ -1,5 +1,8 @@
 //! The prefill/decode connector: both objects of the contract, in both orders.
 
+mod caches;
 mod scheduler;
+mod worker;
 
 pub use scheduler::{PdScheduler, SchedulerOptions};
+pub use worker::{PdWorker, PdWorkerParts, Refusal, greeting};

@@ -85,7 +85,7 @@ impl PdScheduler {
         local_tokens: u32,
         external_tokens: u32,
     ) -> Result<(), ConnectorError> {
-        let Some(TransferParams::Fetch { transfer, from }) = &request.params else {
+        let Some(TransferParams::Fetch { transfer, from, ask }) = &request.params else {
             return Ok(());
         };
         if self.fetched.contains(&request.id) {
@@ -121,6 +121,7 @@ impl PdScheduler {
             request: request.id.clone(),
             transfer: *transfer,
             from: *from,
+            ask: ask.clone(),
             blocks: blocks[first_block.min(needed)..needed].to_vec(),
             tokens: local_tokens..end,
             layerwise: self.options.layerwise,

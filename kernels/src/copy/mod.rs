@@ -4,12 +4,14 @@
 //! source is; nothing here knows the difference.
 #![deny(unsafe_code)]
 
+mod pack;
 mod raw;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
-use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, plan};
+use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, Strip, plan};
 
+pub use pack::pack_with_digest;
 pub use raw::RegionTable;
 
 /// Why a copy was refused; nothing was moved.
@@ -36,6 +38,14 @@ pub enum CopyError {
         /// One past the last byte that the plan touches.
         end: u64,
     },
+    /// A packed buffer of another length than the plan's bytes.
+    #[error("copy: the plan packs {expected} bytes, but the buffer has {found}")]
+    Length {
+        /// Bytes of the plan.
+        expected: u64,
+        /// Bytes of the buffer.
+        found: usize,
+    },
     /// A view does not hold what is to be digested.
     #[error("digest: the view does not hold the selection")]
     Plan {
@@ -52,7 +62,7 @@ pub enum CopyError {
 pub fn copy(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<(), CopyError> {
     check(plan, Side::Source, src)?;
     check(plan, Side::Destination, dst)?;
-    plan.for_each_run(|from, to, bytes| copy_run(src, from, dst, to, bytes));
+    plan.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
     Ok(())
 }
 
@@ -64,10 +74,10 @@ pub fn copy(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<(),
 pub fn gather_with_digest(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable) -> Result<Digest, CopyError> {
     check(plan, Side::Source, src)?;
     check(plan, Side::Destination, dst)?;
-    let mut digest = Digest::ZERO;
+    let (mut digest, mut keys) = (Digest::ZERO, Vec::new());
     plan.for_each_page(|page| {
-        page.for_each_run(|from, to, bytes| copy_run(src, from, dst, to, bytes));
-        digest += page_digest(&page, Side::Destination, dst);
+        page.for_each_run(|from, to, bytes| raw::copy_run(src, from, dst, to, bytes));
+        digest += page_digest(&page, Side::Destination, dst, &mut keys);
     });
     Ok(digest)
 }
@@ -88,8 +98,8 @@ pub fn digest(view: &CacheView<'_>, selection: &Selection, regions: &RegionTable
 /// [`CopyError::Region`] or [`CopyError::Bounds`], before anything is read.
 pub fn digest_side(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<Digest, CopyError> {
     check(plan, side, regions)?;
-    let mut digest = Digest::ZERO;
-    plan.for_each_page(|page| digest += page_digest(&page, side, regions));
+    let (mut digest, mut keys) = (Digest::ZERO, Vec::new());
+    plan.for_each_page(|page| digest += page_digest(&page, side, regions, &mut keys));
     Ok(digest)
 }
 
@@ -103,30 +113,33 @@ fn check(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<(), CopyE
     Ok(())
 }
 
-#[inline(always)]
-#[allow(unsafe_code, reason = "the bounds of all runs were checked")]
-fn copy_run(src: &RegionTable, from: Place, dst: &RegionTable, to: Place, bytes: u64) {
-    // SAFETY: `check` compared the plan's highest byte of each region with the region's length, on both sides.
-    unsafe { raw::copy_run((src, from), (dst, to), bytes) };
-}
-
-/// The digest of one layer of one span.
-#[allow(unsafe_code, reason = "the bounds of all runs were checked")]
-fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable) -> Digest {
+/// The digest of one layer of one span, read in the order of memory. `keys` is room to work in.
+fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable, keys: &mut Vec<HeadKey>) -> Digest {
     let mut digest = Digest::ZERO;
     for plane in 0..page.planes() {
-        let strip = page.strip(plane, side);
-        for (h, head) in page.heads().enumerate() {
-            let key = HeadKey::new(page.layer(), plane as u8, head);
-            let mut offset = strip.place.offset + h as u64 * strip.head_stride;
-            for token in page.tokens() {
-                let at = Place { region: strip.place.region, offset };
-                // SAFETY: `check` compared the plan's highest byte of each region with the region's length on this side, and a
-                // page's strips are the bytes of the plan's runs.
-                digest.add_run(unsafe { raw::hash_run(regions, at, strip.run_bytes, key.run(token)) });
-                offset += strip.token_stride;
+        let Strip { place, head_stride, token_stride, run_bytes } = page.strip(plane, side);
+        let mut add = |key: HeadKey, token: u32, offset: u64| {
+            let at = Place { region: place.region, offset };
+            digest.add_run(raw::hash_run(regions, at, run_bytes, key.run(token)));
+        };
+        keys.clear();
+        keys.extend(page.heads().map(|head| HeadKey::new(page.layer(), plane as u8, head)));
+        if head_stride < token_stride {
+            for (token, n) in page.tokens().zip(0_u64..) {
+                for (&key, h) in keys.iter().zip(0_u64..) {
+                    add(key, token, place.offset + n * token_stride + h * head_stride);
+                }
+            }
+        } else {
+            for (&key, h) in keys.iter().zip(0_u64..) {
+                for (token, n) in page.tokens().zip(0_u64..) {
+                    add(key, token, place.offset + h * head_stride + n * token_stride);
+                }
             }
         }
     }
     digest
 }
+
+#[cfg(test)]
+mod tests;

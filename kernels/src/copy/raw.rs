@@ -1,5 +1,5 @@
 //! The only place of this module that follows a pointer.
-#![allow(unsafe_code, reason = "regions are an engine's memory: addresses, not slices")]
+#![expect(unsafe_code, reason = "regions are an engine's memory: addresses, not slices")]
 
 use std::ptr::NonNull;
 
@@ -36,57 +36,72 @@ impl RegionTable {
         self.regions.get(region.get() as usize).map(|&(_, bytes)| bytes)
     }
 
-    /// # Safety
-    /// `at.offset + bytes` is at most the length of `at.region`, which the table has, for the bytes that the caller touches.
+    /// Where a stretch of bytes lies. Plans are checked as a whole before the first byte moves, so that a panic here means a
+    /// plan that lied about its bounds; memory stays safe even then.
     #[inline(always)]
-    unsafe fn pointer(&self, at: Place) -> *mut u8 {
-        // SAFETY: the caller checked that the table has the region.
-        let &(start, _) = unsafe { self.regions.get_unchecked(at.region.get() as usize) };
-        // SAFETY: the caller checked that the offset lies in the region, which is one mapped stretch of memory.
-        unsafe { start.as_ptr().add(at.offset as usize) }
+    fn resolve(&self, at: Place, bytes: u64) -> NonNull<u8> {
+        let (start, length) = self.regions[at.region.get() as usize];
+        let fits = at.offset.checked_add(bytes).is_some_and(|end| end <= length as u64);
+        assert!(fits, "{at:?} and {bytes} bytes are outside a region of {length} bytes");
+        // SAFETY: the offset is within the region, which is one mapped stretch of memory.
+        unsafe { start.add(at.offset as usize) }
     }
+}
+
+/// A table of one region: a buffer that the caller lends for as long as the table is used.
+pub(super) fn table_of(buffer: &mut [u8]) -> RegionTable {
+    RegionTable { regions: vec![(NonNull::from(&mut *buffer).cast(), buffer.len())] }
 }
 
 /// Copies one run. The two may overlap; then the destination gets what the source held.
 ///
-/// # Safety
-/// Both runs, `bytes` long, lie in regions of their tables.
+/// # Panics
+/// If a run lies outside its region.
 #[inline(always)]
-pub(super) unsafe fn copy_run(src: (&RegionTable, Place), dst: (&RegionTable, Place), bytes: u64) {
-    // SAFETY: the run lies in a region of the table, says the caller.
-    let from = unsafe { src.0.pointer(src.1) };
-    // SAFETY: as above.
-    let to = unsafe { dst.0.pointer(dst.1) };
-    // SAFETY: both stretches lie in mapped regions, readable and writable, as the table's maker promised.
+pub(super) fn copy_run(src: &RegionTable, from: Place, dst: &RegionTable, to: Place, bytes: u64) {
+    let (from, to) = (src.resolve(from, bytes), dst.resolve(to, bytes));
+    // SAFETY: both stretches lie in mapped regions, readable and writable, and nobody else uses them meanwhile, as the tables'
+    // maker promised.
     unsafe { from.copy_to(to, bytes as usize) };
 }
 
 /// Hashes one run in place.
 ///
-/// # Safety
-/// The run, `bytes` long, lies in a region of the table.
+/// # Panics
+/// If the run lies outside its region.
 #[inline(always)]
-pub(super) unsafe fn hash_run(table: &RegionTable, at: Place, bytes: u32, key: RunKey) -> u64 {
-    let bytes = bytes as usize;
-    // SAFETY: the run lies in a region of the table, says the caller.
-    let start = unsafe { table.pointer(at) }.cast_const();
+pub(super) fn hash_run(table: &RegionTable, at: Place, run_bytes: u32, key: RunKey) -> u64 {
+    let start = table.resolve(at, run_bytes.into());
+    let bytes = run_bytes as usize;
+    let (whole, rest) = (bytes / STRIPE_BYTES, bytes % STRIPE_BYTES);
     let mut state = RunState::new(key);
-    let whole = bytes / STRIPE_BYTES * STRIPE_BYTES;
-    let mut offset = 0;
-    while offset < whole {
-        // SAFETY: `offset + STRIPE_BYTES <= bytes`, so the stripe lies in the run.
-        let stripe = unsafe { start.add(offset) }.cast::<[u64; 4]>();
-        // SAFETY: the stripe is mapped and readable; no alignment is assumed.
-        state.stripe(unsafe { stripe.read_unaligned() }.map(u64::from_le));
-        offset += STRIPE_BYTES;
+    let mut next = start.cast::<[u8; STRIPE_BYTES]>();
+    // SAFETY: `whole` stripes lie in the run, so their end is at most the run's.
+    let end = unsafe { next.add(whole) };
+    // Byte arrays by a moving pointer: in this form the compiler keeps a stripe's lanes in vectors (benches/copy.rs).
+    while next != end {
+        // SAFETY: `next` is one of the `whole` stripes: mapped and readable, and nobody writes it meanwhile.
+        state.stripe(unsafe { next.read() });
+        // SAFETY: `next` is below `end`, so the step ends at `end` at most.
+        next = unsafe { next.add(1) };
     }
-    if whole < bytes {
-        let mut last = [0_u64; 4];
-        // SAFETY: `whole < bytes`, so the rest begins in the run.
-        let rest = unsafe { start.add(whole) };
-        // SAFETY: fewer than STRIPE_BYTES bytes are left in the run, and `last` has STRIPE_BYTES, in memory of its own.
-        unsafe { rest.copy_to_nonoverlapping(last.as_mut_ptr().cast(), bytes - whole) };
-        state.stripe(last.map(u64::from_le));
+    if rest > 0 {
+        let mut last = [0; STRIPE_BYTES];
+        let filled = NonNull::from(&mut last).cast::<u8>();
+        // SAFETY: `rest` bytes are left in the run, fewer than `last` has, in memory of its own.
+        unsafe { next.cast::<u8>().copy_to_nonoverlapping(filled, rest) };
+        state.stripe(last);
     }
     state.finish(bytes)
+}
+
+#[cfg(test)]
+impl RegionTable {
+    /// A table of vectors numbered from 0 without gaps. The tests keep them alive and use them from one thread.
+    pub(super) fn over(memory: &mut std::collections::BTreeMap<RegionId, Vec<u8>>) -> Self {
+        let region = |bytes: &mut Vec<u8>| (NonNull::from(bytes.as_mut_slice()).cast(), bytes.len());
+        let regions = memory.values_mut().map(region).collect();
+        // SAFETY: each test drops its table, or stops using it, before it touches the vectors again.
+        unsafe { Self::new(regions) }
+    }
 }

@@ -1,6 +1,7 @@
 //! Digest speed beside a copy of the same bytes: in the second-level cache, and out of every cache.
 //!
 //! `cargo bench -p kvferry-protocol --bench digest`
+#![expect(missing_docs, reason = "criterion's macros make functions without any")]
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -23,7 +24,7 @@ fn digest(bytes: &[u8], run_bytes: usize) -> Digest {
 
 fn benches(c: &mut Criterion) {
     for (temperature, size) in [("hot", HOT_BYTES), ("cold", COLD_BYTES)] {
-        let source: Vec<u8> = (0..size).map(|i| (i * 31 >> 3) as u8).collect();
+        let source: Vec<u8> = (0..size).map(|i| ((i * 31) >> 3) as u8).collect();
         let mut target = vec![1; size];
         let mut group = c.benchmark_group(format!("digest/{temperature}"));
         group.throughput(Throughput::Bytes(size as u64));

@@ -102,6 +102,22 @@ pub fn decode_wrote(bytes: &[u8]) -> Result<Wrote, CodecError> {
     decode_as::<_, MAX_WROTE_BYTES>("notification", bytes)
 }
 
+/// Encodes any other value that crosses a process boundary, in this release's version.
+///
+/// # Errors
+/// [`CodecError::TooLong`] over [`MAX_MESSAGE_BYTES`].
+pub fn encode_value<T: Serialize>(what: &'static str, value: &T) -> Result<Vec<u8>, CodecError> {
+    encode_as::<_, MAX_MESSAGE_BYTES>(what, *VERSIONS.end(), value)
+}
+
+/// Decodes a value of [`encode_value`].
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_value<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, CodecError> {
+    decode_as::<_, MAX_MESSAGE_BYTES>(what, bytes)
+}
+
 const VERSION_BYTES: usize = 2;
 
 fn check_version(what: &'static str, found: u16) -> Result<(), CodecError> {

@@ -117,12 +117,12 @@ impl RunKey {
         let (stripes, rest) = bytes.as_chunks::<STRIPE_BYTES>();
         let mut state = RunState::new(self);
         for stripe in stripes {
-            state.stripe(words(stripe));
+            state.stripe(*stripe);
         }
         if !rest.is_empty() {
             let mut stripe = [0; STRIPE_BYTES];
             stripe[..rest.len()].copy_from_slice(rest);
-            state.stripe(words(&stripe));
+            state.stripe(stripe);
         }
         state.finish(bytes.len())
     }
@@ -147,11 +147,12 @@ impl RunState {
 
     /// Step 3 for one stripe; the last one is filled up with zero bytes.
     #[inline(always)]
-    pub fn stripe(&mut self, words: [u64; 4]) {
-        for lane in 0..4 {
-            let x = words[lane] ^ self.lane_keys[lane];
+    pub fn stripe(&mut self, bytes: [u8; STRIPE_BYTES]) {
+        let (words, _) = bytes.as_chunks::<8>();
+        for (lane, word) in words.iter().map(|word| u64::from_le_bytes(*word)).enumerate() {
+            let x = word ^ self.lane_keys[lane];
             self.products[lane] = self.products[lane].wrapping_add((x & 0xffff_ffff) * (x >> 32));
-            self.sums[lane] = self.sums[lane].wrapping_add(words[lane]);
+            self.sums[lane] = self.sums[lane].wrapping_add(word);
             self.lane_keys[lane] = self.lane_keys[lane].wrapping_add(S);
         }
     }
@@ -167,12 +168,6 @@ impl RunState {
         h = (h ^ (h >> 37)).wrapping_mul(M3);
         h ^ (h >> 32)
     }
-}
-
-#[inline(always)]
-fn words(stripe: &[u8; STRIPE_BYTES]) -> [u64; 4] {
-    let (words, _) = stripe.as_chunks::<8>();
-    [words[0], words[1], words[2], words[3]].map(u64::from_le_bytes)
 }
 
 impl Add for Digest {

@@ -11,6 +11,8 @@ pub mod layout;
 pub mod manifest;
 pub mod message;
 pub mod pages;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod transfer;
 pub mod wire;
 

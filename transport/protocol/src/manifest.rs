@@ -267,3 +267,6 @@ impl Found {
         self.0.push(Mismatch { field: field.to_owned(), ours, theirs });
     }
 }
+
+#[cfg(test)]
+mod tests;

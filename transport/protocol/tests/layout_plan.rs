@@ -61,7 +61,7 @@ fn check(Case { src, dst, selection }: &Case) {
 fn every_ordered_pair_of_listed_orders_copies_what_the_model_copies() {
     for src_order in ORDERS {
         for dst_order in ORDERS {
-            let mut runner = TestRunner::new(Config { cases: 6, failure_persistence: None, ..Config::default() });
+            let mut runner = TestRunner::new(Config { cases: 40, failure_persistence: None, ..Config::default() });
             let result = runner.run(&any_case(src_order, dst_order, false), |case| {
                 check(&case);
                 Ok(())
@@ -75,7 +75,7 @@ fn every_ordered_pair_of_listed_orders_copies_what_the_model_copies() {
 fn padded_separate_and_mixed_allocations_copy_what_the_model_copies() {
     let orders = (prop::sample::select(ORDERS.to_vec()), prop::sample::select(ORDERS.to_vec()));
     let cases = orders.prop_flat_map(|(src, dst)| any_case(src, dst, true));
-    let mut runner = TestRunner::new(Config { cases: 600, failure_persistence: None, ..Config::default() });
+    let mut runner = TestRunner::new(Config { cases: 8000, failure_persistence: None, ..Config::default() });
     runner
         .run(&cases, |case| {
             check(&case);

@@ -9,7 +9,7 @@ fn scheduler(reporters: u16) -> PdScheduler {
 }
 
 fn fetch(id: &str, prompt_tokens: u32) -> Request {
-    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: PeerAddress::Loopback(1) };
+    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: PeerAddress::Loopback(1), ask: vec![] };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 

@@ -119,9 +119,9 @@ impl Group {
         if total_heads == 0 {
             return Err(TpError::Empty { axis: "total_heads" });
         }
-        if total_heads % tp_size == 0 {
+        if total_heads.is_multiple_of(tp_size) {
             Ok(Self { heads: total_heads / tp_size, replicas: 1 })
-        } else if tp_size % total_heads == 0 {
+        } else if tp_size.is_multiple_of(total_heads) {
             Ok(Self { heads: 1, replicas: tp_size / total_heads })
         } else {
             Err(TpError::Uneven { tp_size, total_heads })

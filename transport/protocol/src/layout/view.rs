@@ -200,10 +200,7 @@ pub(super) fn check(src: &CacheView<'_>, dst: &CacheView<'_>, selection: &Select
     Ok(())
 }
 
-fn meet<T: TryFrom<u64>>(a: &Range<u64>, b: &Range<u64>, max: T) -> Range<T>
-where
-    T: Copy,
-{
+fn meet<T: TryFrom<u64> + Copy>(a: &Range<u64>, b: &Range<u64>, max: T) -> Range<T> {
     let fit = |value: u64| T::try_from(value).unwrap_or(max);
     let start = a.start.max(b.start);
     let end = a.end.min(b.end).max(start);

@@ -114,6 +114,12 @@ impl Early {
         Some(kept.message)
     }
 
+    /// Who spoke early of a transfer; the first by name if several did.
+    #[must_use]
+    pub fn peer_of(&self, transfer: TransferId) -> Option<&PeerId> {
+        self.kept.keys().find(|(_, of)| *of == transfer).map(|(peer, _)| peer)
+    }
+
     /// Forgets what a peer said: its session ended, and its grants with it.
     pub fn peer_down(&mut self, peer: &PeerId) {
         self.kept.retain(|(of, _), _| of != peer);
@@ -130,7 +136,7 @@ impl Early {
             let waited = self.config.ttl;
             let text = format!("no request for this transfer came within {waited:?}");
             let (peer, transfer) = key;
-            answers.extend(negative(transfer, &kept.message, Reason::Unknown, &text).map(|answer| (peer, answer)));
+            answers.extend(negative(transfer, &kept.message, &text).map(|answer| (peer, answer)));
         }
         answers
     }
@@ -170,7 +176,7 @@ impl Early {
         let of_peer = self.kept.range(first..=last).count();
         if self.kept.len() >= self.config.max_messages || of_peer >= self.config.max_messages_per_peer {
             self.stats.refused += 1;
-            return negative(key.1, &message, Reason::Limit, "too many transfers wait for their request");
+            return negative(key.1, &message, "too many transfers wait for their request");
         }
         self.kept.insert(key, Kept { message, expires });
         self.stats.kept += 1;
@@ -178,12 +184,13 @@ impl Early {
     }
 }
 
-/// The answer to whoever waits for this message's counterpart.
-fn negative(transfer: TransferId, message: &Message, reason: Reason, text: &str) -> Option<Message> {
+/// The answer to whoever waits for this message's counterpart. It is always [`Reason::Unknown`]: a machine may have been here
+/// and ended, and how is not known any more.
+fn negative(transfer: TransferId, message: &Message, text: &str) -> Option<Message> {
     match message {
-        Message::Grant(_) => Some(Message::Abort(Abort { transfer, why: Verdict::failed(reason, text) })),
+        Message::Grant(_) => Some(negative_abort(transfer, text)),
         Message::Offer(_) | Message::Abort(_) => {
-            Some(Message::Ended(Ended { transfer, verdict: Verdict::failed(reason, text) }))
+            Some(Message::Ended(Ended { transfer, verdict: Verdict::failed(Reason::Unknown, text) }))
         }
         Message::Manifest(_)
         | Message::Renew(_)

@@ -1,6 +1,7 @@
 //! Bugs that the simulator plants to prove that its checks see them; without the feature `sim` there are none.
 
 /// A bug to plant in a machine.
+#[cfg_attr(not(feature = "sim"), expect(unreachable_pub, reason = "exported with the feature `sim` only"))]
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Planted {
     /// The receiver frees its blocks without waiting for the fence.

@@ -93,7 +93,7 @@ impl fmt::Display for HandshakeStep {
 #[non_exhaustive]
 pub enum HandshakeError {
     /// The bytes of one step are not what the wire allows.
-    #[error("handshake, {step}: {source}")]
+    #[error("handshake, {step}")]
     Malformed {
         /// Which step.
         step: HandshakeStep,

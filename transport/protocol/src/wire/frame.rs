@@ -253,6 +253,9 @@ impl FrameHeader {
         limit("a notification", self.notification_bytes.into(), MAX_NOTIFICATION_BYTES.min(self.table_bytes as usize))?;
         // An extent takes at least 17 bytes of the table.
         limit("a frame's extents", self.extents.into(), self.table_bytes as usize / 17)?;
+        if self.kind == FrameKind::Data && self.extents == 0 {
+            return Err(WireError::Value { what: "the extents of a data frame", found: 0 });
+        }
         if self.kind == FrameKind::Data && (self.payload_bytes == 0 || self.write_bytes < self.payload_bytes.into()) {
             return Err(WireError::Value { what: "the payload of a data frame", found: self.payload_bytes.into() });
         }
@@ -360,6 +363,7 @@ mod tests {
             FrameHeader { write_bytes: 0x1fff, ..data() },
             FrameHeader { notification_bytes: 21, ..data() },
             FrameHeader { extents: 2, ..data() },
+            FrameHeader { extents: 0, ..data() },
             FrameHeader { frame: 1, ..data() },
             FrameHeader { table_bytes: 1, ..FrameHeader::empty(FrameKind::Ping) },
             FrameHeader { payload_bytes: 1, ..FrameHeader::empty(FrameKind::Message) },

@@ -1,5 +1,7 @@
 //! The naive model: memory as bytes by region, layouts of every kind, and a copy that knows only single runs.
 
+#![allow(dead_code, reason = "each test file uses its own part of the model")]
+
 use std::collections::BTreeMap;
 
 use kvferry_protocol::layout::{

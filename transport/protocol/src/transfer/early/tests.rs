@@ -64,11 +64,11 @@ fn a_full_table_refuses_in_writing_and_a_peer_cannot_fill_it_alone() {
     let (mut early, alice, bob) = (table(), peer("alice"), peer("bob"));
     assert_eq!(early.message(at(0), &alice, grant(1, 0)), None);
     assert_eq!(early.message(at(0), &alice, offer(2)), None);
-    assert_eq!(reason(&early.message(at(0), &alice, grant(3, 0)).unwrap()), ("Abort", Reason::Limit));
-    assert_eq!(reason(&early.message(at(0), &alice, offer(4)).unwrap()), ("Ended", Reason::Limit));
+    assert_eq!(reason(&early.message(at(0), &alice, grant(3, 0)).unwrap()), ("Abort", Reason::Unknown));
+    assert_eq!(reason(&early.message(at(0), &alice, offer(4)).unwrap()), ("Ended", Reason::Unknown));
     assert_eq!(early.message(at(0), &bob, offer(1)), None);
     assert_eq!(early.message(at(0), &bob, offer(2)), None);
-    assert_eq!(reason(&early.message(at(0), &peer("carol"), offer(1)).unwrap()), ("Ended", Reason::Limit));
+    assert_eq!(reason(&early.message(at(0), &peer("carol"), offer(1)).unwrap()), ("Ended", Reason::Unknown));
     assert_eq!((early.len(), early.stats().refused), (4, 3));
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Planted, Sender, State};
-use crate::message::{Abort, Ended, Grant, Message, Reason, Renew, Stop, Verdict};
+use crate::message::{Abort, Ended, Failure, Grant, Message, Reason, Renew, Stop, Verdict};
 use crate::transfer::output::SenderOutput;
 use crate::transfer::{Coverage, InputError, Time};
 
@@ -105,6 +105,8 @@ impl Sender {
             State::Ending { .. } | State::Closed => return Err(self.misfit("Ended")),
         };
         let verdict = match (ended.verdict, own) {
+            // There may have been a receiver that was done and is forgotten: this is no word.
+            (Verdict::Failed(Failure { reason: Reason::Unknown, text }), _) => Verdict::failed(Reason::NoWord, text),
             (Verdict::Done, _) => Verdict::Done,
             (Verdict::Failed(_) | Verdict::Cancelled, Some(Verdict::Failed(own))) => Verdict::Failed(own),
             (Verdict::Failed(theirs), _) => Verdict::Failed(theirs),

@@ -207,6 +207,7 @@ fn a_failed_sender_keeps_its_reason_unless_the_receiver_is_done() {
         ("failed", Verdict::failed(Reason::Deadline, "late"), Some(Reason::Engine)),
         ("cancelled", Verdict::Cancelled, Some(Reason::Engine)),
         ("done after all", Verdict::Done, None),
+        ("forgotten, perhaps done", Verdict::failed(Reason::Unknown, "x"), Some(Reason::NoWord)),
     ] {
         let mut sender = new(Order::DecodeFirst);
         sender.fail(at(1), "the device is gone").unwrap();

@@ -1,0 +1,91 @@
+//! What a worker says of itself when a session comes up: its manifest, and which part of the model it holds.
+
+use kvferry_protocol::layout::Shard;
+use kvferry_protocol::manifest::{Manifest, Mismatch, compare};
+use kvferry_protocol::{PeerId, codec};
+use serde::{Deserialize, Serialize};
+
+/// A worker's greeting; crosses the wire.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(super) struct WorkerCard {
+    /// [`WorkerCard::VERSION`] of the sender.
+    pub(super) version: u16,
+    /// What its KV cache is.
+    pub(super) manifest: Manifest,
+    /// Which layers and heads it begins with.
+    pub(super) shard: Shard,
+    /// How many layers it holds.
+    pub(super) layers: u16,
+    /// How many KV heads it holds.
+    pub(super) heads: u16,
+}
+
+/// Why a peer's greeting is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The caches differ.
+    #[error("{peer} holds another KV cache: {}; give both sides the same model and options", list(mismatches))]
+    Mismatch {
+        /// Who.
+        peer: String,
+        /// Every field that differs.
+        mismatches: Vec<Mismatch>,
+    },
+    /// The peer's worker holds other layers or heads.
+    #[error("{peer} holds {axis} {theirs}, but this worker holds {ours}; unequal ranks need a plan over several peers")]
+    Part {
+        /// Who.
+        peer: String,
+        /// `layers` or `heads`.
+        axis: &'static str,
+        /// This worker's.
+        ours: String,
+        /// The peer's.
+        theirs: String,
+    },
+    /// The greeting cannot be read.
+    #[error(
+        "{peer} sent a greeting that this build cannot read: {problem}; run builds that are at most one release apart"
+    )]
+    Unreadable {
+        /// Who.
+        peer: String,
+        /// Why.
+        problem: String,
+    },
+}
+
+impl WorkerCard {
+    pub(super) const VERSION: u16 = 1;
+
+    /// The bytes for the transport's handshake.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        codec::encode_value("greeting", self).expect("a card is far below the codec's limit")
+    }
+
+    /// Reads a peer's greeting and compares it with ours.
+    pub(super) fn check(&self, peer: &PeerId, greeting: &[u8]) -> Result<Self, Refusal> {
+        let theirs: Self = codec::decode_value("greeting", greeting)
+            .map_err(|error| Refusal::Unreadable { peer: peer.to_string(), problem: error.to_string() })?;
+        if theirs.version != Self::VERSION {
+            let problem = format!("version {}, ours is {}", theirs.version, Self::VERSION);
+            return Err(Refusal::Unreadable { peer: peer.to_string(), problem });
+        }
+        compare(&self.manifest, &theirs.manifest)
+            .map_err(|mismatches| Refusal::Mismatch { peer: peer.to_string(), mismatches })?;
+        for (axis, ours, theirs) in [
+            ("layers", (self.shard.first_layer.get(), self.layers), (theirs.shard.first_layer.get(), theirs.layers)),
+            ("heads", (self.shard.first_head, self.heads), (theirs.shard.first_head, theirs.heads)),
+        ] {
+            if ours != theirs {
+                let show = |(first, count): (u16, u16)| format!("{first}..{}", u32::from(first) + u32::from(count));
+                return Err(Refusal::Part { peer: peer.to_string(), axis, ours: show(ours), theirs: show(theirs) });
+            }
+        }
+        Ok(theirs)
+    }
+}
+
+fn list(mismatches: &[Mismatch]) -> String {
+    mismatches.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}

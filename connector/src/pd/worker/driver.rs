@@ -1,0 +1,355 @@
+//! The thread that owns every transfer's machine: feeds it inputs, performs its outputs, keeps its deadlines.
+//!
+//! Inputs come through one bounded channel: commands from the model thread, events from the transport (through the pump), and
+//! finished jobs from the movers. Nothing here blocks but the wait for the next input; `revoke` waits for one system call.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use crossbeam_channel::{Receiver as Inbox, RecvTimeoutError, Sender as Outbox};
+use kvferry_protocol::message::{EngineBytes, Message, Reason, Verdict};
+use kvferry_protocol::transfer::{Early, EarlyConfig, InputError, Time};
+use kvferry_protocol::{PeerId, TransferId, codec};
+use kvferry_transport::{GrantKey, PeerAddress, Transport};
+
+use super::card::WorkerCard;
+use super::jobs::Movers;
+use super::peers::Peers;
+use super::posting::Posting;
+use super::receiving::Receiving;
+use super::sending::Sending;
+use super::{Board, Command, Input};
+use crate::config::ConnectorConfig;
+use crate::contract::{Cancel, RequestId};
+use crate::metrics::{self, DropReason};
+use crate::pd::caches::Caches;
+
+/// All transfers of one worker.
+pub(super) struct Driver {
+    pub(super) config: ConnectorConfig,
+    pub(super) caches: Caches,
+    pub(super) transport: Arc<dyn Transport>,
+    pub(super) board: Arc<Board>,
+    pub(super) movers: Movers,
+    pub(super) card: WorkerCard,
+    pub(super) peers: Peers,
+    pub(super) receiving: BTreeMap<TransferId, Receiving>,
+    pub(super) sending: BTreeMap<TransferId, Sending>,
+    /// What peers said of transfers that this engine does not know yet.
+    pub(super) early: Early,
+    /// Which transfer a grant of ours belongs to: what lands names it, but only this table is believed.
+    pub(super) granted: BTreeMap<GrantKey, TransferId>,
+    pub(super) posting: Posting,
+    pub(super) messages: Outbox<(PeerId, Bytes)>,
+    epoch: Instant,
+    deadlines: Deadlines,
+    /// Who waits for the end of which transfers.
+    waiting: Vec<(BTreeSet<TransferId>, Outbox<()>)>,
+    stopping: Option<(Instant, Outbox<()>)>,
+}
+
+/// One timer for all machines: the next moment of each, in order.
+#[derive(Debug, Default)]
+struct Deadlines {
+    order: BTreeSet<(Time, TransferId, Side)>,
+    at: BTreeMap<(TransferId, Side), Time>,
+}
+
+/// Which machine of a transfer.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Side {
+    Receiving,
+    Sending,
+}
+
+impl Driver {
+    pub(super) fn new(
+        config: ConnectorConfig,
+        caches: Caches,
+        card: WorkerCard,
+        transport: Arc<dyn Transport>,
+        board: Arc<Board>,
+        inputs: &Outbox<Input>,
+        messages: Outbox<(PeerId, Bytes)>,
+    ) -> Self {
+        let movers = Movers::start(MOVERS, &caches, inputs);
+        let posting = Posting::new(config.limits());
+        let early = Early::new(EarlyConfig {
+            max_messages: EARLY_MESSAGES,
+            max_messages_per_peer: EARLY_MESSAGES,
+            ttl: config.deadlines().transfer,
+        });
+        Self {
+            config,
+            caches,
+            transport,
+            board,
+            movers,
+            card,
+            peers: Peers::default(),
+            receiving: BTreeMap::new(),
+            sending: BTreeMap::new(),
+            early,
+            granted: BTreeMap::new(),
+            posting,
+            messages,
+            epoch: Instant::now(),
+            deadlines: Deadlines::default(),
+            waiting: Vec::new(),
+            stopping: None,
+        }
+    }
+
+    pub(super) fn run(mut self, inputs: Inbox<Input>) {
+        loop {
+            match inputs.recv_timeout(self.wait()) {
+                Ok(input) => self.take(input),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            self.expire();
+            self.push_posts();
+            if self.is_stopped() {
+                break;
+            }
+        }
+        // Before the movers are joined: one may wait for room in the channel.
+        drop(inputs);
+    }
+
+    pub(super) fn now(&self) -> Time {
+        Time::since_epoch(self.epoch.elapsed())
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::Command(command) => self.command(command),
+            Input::Event(event) => self.event(event),
+            Input::Job(done) => self.job_done(done),
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        match command {
+            Command::Load(load) => self.load(load),
+            Command::Lease(save) => self.lease(save),
+            Command::Computed { transfer, rect } => self.computed(transfer, rect),
+            Command::Cancel(cancel) => self.cancel(&cancel),
+            Command::Preempt(requests, done) => {
+                let transfers = self.transfers_of(&requests);
+                transfers.iter().for_each(|&transfer| self.cancel_transfer(transfer));
+                self.waiting.push((transfers, done));
+                self.answer_waiting();
+            }
+            Command::Connect(address) => self.dial(address),
+            Command::Message(peer, message) => {
+                let message = EngineBytes::new(message.to_vec()).map(Message::Engine);
+                match message {
+                    Ok(message) => self.send(&peer, &message),
+                    Err(error) => tracing::warn!(%peer, %error, "engine message was not sent"),
+                }
+            }
+            Command::Shutdown(grace, done) => {
+                let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
+                all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));
+                self.stopping = Some((Instant::now() + grace, done));
+            }
+        }
+    }
+
+    /// Dials an address unless that was done.
+    pub(super) fn dial(&mut self, address: PeerAddress) {
+        if self.peers.must_dial(address)
+            && let Err(error) = self.transport.connect(&address)
+        {
+            tracing::warn!(?address, %error, "peer cannot be dialled");
+            self.peers.forget_address(address);
+        }
+    }
+
+    /// Sends a message; without a session it is lost, as the machines expect.
+    pub(super) fn send(&self, peer: &PeerId, message: &Message) {
+        match codec::encode(*codec::VERSIONS.end(), message) {
+            Ok(bytes) => {
+                if let Err(error) = self.transport.send(peer, bytes.into()) {
+                    tracing::debug!(%peer, message = message.name(), %error, "message was not sent");
+                }
+            }
+            Err(error) => tracing::warn!(%peer, message = message.name(), %error, "message cannot be encoded"),
+        }
+    }
+
+    /// An input that a machine did not take: late, duplicate or unknown. It was counted and changed nothing.
+    pub(super) fn note(&self, taken: Result<(), InputError>) {
+        if let Err(error) = taken {
+            let reason = match error {
+                InputError::Sequence { .. } => DropReason::Duplicate,
+                InputError::Transfer { .. } | InputError::Computed { .. } => DropReason::Unknown,
+                _ => DropReason::Late,
+            };
+            self.board.metrics.messages_dropped_total.at(reason).add(1);
+            tracing::debug!(%error, "input ignored");
+        }
+    }
+
+    fn cancel(&mut self, cancel: &Cancel) {
+        if !self.receiving.contains_key(&cancel.transfer) && !self.sending.contains_key(&cancel.transfer) {
+            // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
+            self.board.results().sent.push(cancel.request.clone());
+            return;
+        }
+        self.cancel_transfer(cancel.transfer);
+    }
+
+    fn cancel_transfer(&mut self, transfer: TransferId) {
+        let now = self.now();
+        if let Some(entry) = self.receiving.get_mut(&transfer) {
+            let taken = entry.machine.cancel(now);
+            self.note(taken);
+            self.turn(transfer, Side::Receiving);
+        }
+        if let Some(entry) = self.sending.get_mut(&transfer) {
+            let taken = entry.machine.cancel(now);
+            self.note(taken);
+            self.turn(transfer, Side::Sending);
+        }
+    }
+
+    fn transfers_of(&self, requests: &[RequestId]) -> BTreeSet<TransferId> {
+        let receiving = self.receiving.iter().filter(|(_, entry)| !entry.over && requests.contains(&entry.request));
+        let sending = self.sending.iter().filter(|(_, entry)| !entry.over && requests.contains(&entry.request));
+        receiving.map(|(&transfer, _)| transfer).chain(sending.map(|(&transfer, _)| transfer)).collect()
+    }
+
+    /// Performs all that a machine asks for, then notes its next deadline, or forgets it when all is over.
+    pub(super) fn turn(&mut self, transfer: TransferId, side: Side) {
+        let next = match side {
+            Side::Receiving => self.turn_receiving(transfer),
+            Side::Sending => self.turn_sending(transfer),
+        };
+        self.deadlines.set(transfer, side, next);
+        self.answer_waiting();
+    }
+
+    fn answer_waiting(&mut self) {
+        let (receiving, sending) = (&self.receiving, &self.sending);
+        let touches = |transfer: &TransferId| {
+            receiving.get(transfer).is_some_and(|entry| !entry.over)
+                || sending.get(transfer).is_some_and(|entry| !entry.over)
+        };
+        self.waiting.retain(|(transfers, done)| {
+            let wait = transfers.iter().any(touches);
+            if !wait {
+                // Who no longer waits need not hear it.
+                let _ = done.try_send(());
+            }
+            wait
+        });
+    }
+
+    fn expire(&mut self) {
+        let now = self.now();
+        while let Some((_, transfer, side)) = self.deadlines.first().filter(|&(at, ..)| at <= now) {
+            match side {
+                Side::Receiving => {
+                    if let Some(entry) = self.receiving.get_mut(&transfer) {
+                        entry.machine.timeout(now);
+                    }
+                }
+                Side::Sending => {
+                    if let Some(entry) = self.sending.get_mut(&transfer) {
+                        entry.machine.timeout(now);
+                    }
+                }
+            }
+            self.turn(transfer, side);
+        }
+        if self.early.poll_timeout().is_some_and(|(at, _)| at <= now) {
+            for (peer, answer) in self.early.timeout(now) {
+                self.board.metrics.early_grants_dropped_total.add(1);
+                self.send(&peer, &answer);
+            }
+        }
+    }
+
+    /// Sets the gauges of transfers and slabs.
+    pub(super) fn count_live(&self) {
+        let metrics = &self.board.metrics;
+        let receiving = self.receiving.values().filter(|entry| !entry.over).count();
+        let sending = self.sending.values().filter(|entry| !entry.over).count();
+        metrics.transfers_live.at(metrics::Side::Receive).set(receiving as u64);
+        metrics.transfers_live.at(metrics::Side::Send).set(sending as u64);
+        metrics.leases_live.set(sending as u64);
+    }
+
+    /// Counts the end of a transfer.
+    pub(super) fn count_end(&self, side: metrics::Side, verdict: &Verdict, elapsed: Duration) {
+        let metrics = &self.board.metrics;
+        match verdict {
+            Verdict::Done => metrics.transfers_done_total.at(side).add(1),
+            Verdict::Cancelled => metrics.transfers_cancelled_total.at(side).add(1),
+            Verdict::Failed(failure) => {
+                metrics.transfers_failed_total.at((side, failure.reason.into())).add(1);
+                if failure.reason == Reason::LeaseExpired && side == metrics::Side::Send {
+                    metrics.leases_expired_total.add(1);
+                }
+            }
+        }
+        metrics.transfer_seconds.at(side).observe(elapsed);
+        self.count_live();
+    }
+
+    fn wait(&self) -> Duration {
+        let next = self.deadlines.first().map_or(IDLE_WAIT, |(at, ..)| at.since(self.now()));
+        let stop = self.stopping.as_ref().map(|(by, _)| by.saturating_duration_since(Instant::now()));
+        next.min(stop.unwrap_or(IDLE_WAIT)).min(IDLE_WAIT)
+    }
+
+    fn is_stopped(&mut self) -> bool {
+        let Some((by, _)) = &self.stopping else { return false };
+        let live = self.receiving.values().any(|entry| !entry.over) || self.sending.values().any(|entry| !entry.over);
+        if live && Instant::now() < *by {
+            return false;
+        }
+        if live {
+            tracing::warn!("shut down before all transfers had ended");
+        }
+        self.transport.shutdown();
+        if let Some((_, done)) = self.stopping.take() {
+            let _ = done.try_send(());
+        }
+        true
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        // Guards and caches go only after the transport can touch no page any more, also when a panic brought us here.
+        self.transport.shutdown();
+    }
+}
+
+impl Deadlines {
+    fn set(&mut self, transfer: TransferId, side: Side, at: Option<Time>) {
+        if let Some(old) = self.at.remove(&(transfer, side)) {
+            self.order.remove(&(old, transfer, side));
+        }
+        if let Some(at) = at {
+            self.at.insert((transfer, side), at);
+            self.order.insert((at, transfer, side));
+        }
+    }
+
+    fn first(&self) -> Option<(Time, TransferId, Side)> {
+        self.order.first().copied()
+    }
+}
+
+/// Threads that gather and digest. Two keep a mover busy while the other waits for memory; more would take cores from compute.
+const MOVERS: usize = 2;
+/// Messages that may wait for their request.
+const EARLY_MESSAGES: usize = 1024;
+/// The longest sleep: machines wake the driver through `deadlines`, so this bounds only how late expired early grants go.
+const IDLE_WAIT: Duration = Duration::from_millis(500);

@@ -1,0 +1,166 @@
+//! What the transport reports, and which transfer it concerns.
+
+use bytes::Bytes;
+use kvferry_protocol::message::Message;
+use kvferry_protocol::{PeerId, TransferId, codec};
+use kvferry_transport::{Event, GrantKey, PeerAddress, TransportError};
+
+use super::driver::{Driver, Side};
+use super::receiving::Receiving;
+use super::sending::Sending;
+use crate::metrics::{DropReason, RefusalReason};
+
+impl Driver {
+    pub(super) fn event(&mut self, event: Event) {
+        match event {
+            Event::Up { peer, session, address, greeting } => self.up(peer, session, address, &greeting),
+            Event::Down { peer, address, reason } => self.down(peer.as_ref(), address, &reason),
+            Event::Message { peer, message } => self.message(peer, &message),
+            Event::Posted { post, outcome } => self.post_ended(post, outcome),
+            Event::Landed { peer, grant, notification, bytes, .. } => self.landed(&peer, grant, bytes, &notification),
+            _ => {}
+        }
+    }
+
+    fn up(&mut self, peer: PeerId, session: u64, address: Option<PeerAddress>, greeting: &Bytes) {
+        if let Err(refusal) = self.card.check(&peer, greeting) {
+            tracing::warn!(%peer, %refusal, "peer refused");
+            self.board.metrics.peers_refused_total.at(RefusalReason::Manifest).add(1);
+            self.transport.disconnect(&peer, &refusal.to_string());
+            if let Some(address) = address {
+                self.refused(address, &refusal.to_string());
+            }
+            return;
+        }
+        tracing::info!(%peer, session, "peer is up");
+        self.bury_predecessors(&peer);
+        for (transfer, _) in self.transfers_where(|entry| entry.waits_for(&peer, address), |_| false) {
+            self.attach(transfer, &peer, session);
+        }
+        self.peers.up(peer.clone(), address, session);
+        self.board.metrics.sessions_live.set(self.peers.count() as u64);
+        for (transfer, _) in self.transfers_where(|_| false, |entry| entry.peer.as_ref() == Some(&peer)) {
+            self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session));
+        }
+    }
+
+    /// An engine that started anew is a new peer: what its earlier incarnation was a part of is over.
+    fn bury_predecessors(&mut self, peer: &PeerId) {
+        let older = |known: Option<&PeerId>| {
+            known.is_some_and(|known| {
+                known.engine == peer.engine && known.tp_rank == peer.tp_rank && known.incarnation != peer.incarnation
+            })
+        };
+        for (transfer, side) in
+            self.transfers_where(|entry| older(entry.peer.as_ref()), |entry| older(entry.peer.as_ref()))
+        {
+            match side {
+                Side::Receiving => self.with_receiving(transfer, |entry, now| entry.machine.peer_restarted(now)),
+                Side::Sending => self.with_sending(transfer, |entry, now| entry.machine.peer_restarted(now)),
+            }
+        }
+    }
+
+    fn down(&mut self, peer: Option<&PeerId>, address: Option<PeerAddress>, reason: &TransportError) {
+        tracing::info!(peer = peer.map(tracing::field::display), ?address, %reason, "session or attempt ended");
+        if let Some(peer) = peer {
+            if self.peers.down(peer) {
+                self.board.metrics.sessions_lost_total.add(1);
+                self.board.metrics.sessions_live.set(self.peers.count() as u64);
+            }
+            self.early.peer_down(peer);
+            let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
+            for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
+                match side {
+                    Side::Receiving => self.with_receiving(transfer, |entry, now| entry.machine.peer_down(now)),
+                    Side::Sending => self.with_sending(transfer, |entry, now| entry.machine.peer_down(now)),
+                }
+            }
+        }
+        // A peer that has another key, or sent us away, will do so again: what waits for it need not wait for its deadline.
+        let refused = matches!(reason, TransportError::Authentication { .. } | TransportError::Disconnected { .. });
+        if let (true, Some(address)) = (refused, address) {
+            self.board.metrics.peers_refused_total.at(RefusalReason::Key).add(1);
+            self.refused(address, &reason.to_string());
+        }
+    }
+
+    /// An address answers, but not as one of us: loads from it fail, and the next one dials anew.
+    fn refused(&mut self, address: PeerAddress, reason: &str) {
+        self.peers.forget_address(address);
+        for (transfer, _) in self.transfers_where(|entry| entry.from == address && entry.peer.is_none(), |_| false) {
+            if let Some(entry) = self.receiving.get_mut(&transfer) {
+                entry.refusal = Some(reason.to_owned());
+            }
+            self.with_receiving(transfer, |entry, now| entry.machine.cancel(now));
+        }
+    }
+
+    fn message(&mut self, peer: PeerId, bytes: &Bytes) {
+        let message = match codec::decode(bytes) {
+            Ok(message) => message,
+            Err(error) => {
+                self.board.metrics.messages_dropped_total.at(DropReason::Malformed).add(1);
+                tracing::warn!(%peer, %error, "message cannot be read");
+                self.transport.disconnect(&peer, &error.to_string());
+                return;
+            }
+        };
+        let Some(transfer) = message.transfer() else { return self.session_message(peer, message) };
+        // An id is believed only from the endpoint that the transfer is with.
+        let ours = |known: Option<&PeerId>| known == Some(&peer);
+        if ours(self.receiving.get(&transfer).and_then(|entry| entry.peer.as_ref())) {
+            self.with_receiving(transfer, |entry, now| entry.machine.message(now, message));
+        } else if ours(self.sending.get(&transfer).and_then(|entry| entry.peer.as_ref())) {
+            self.with_sending(transfer, |entry, now| entry.machine.message(now, message));
+        } else if self.sending.get(&transfer).is_some_and(|entry| entry.peer.is_none()) {
+            self.meet(transfer, peer, message);
+        } else if let Some(answer) = self.early.message(self.now(), &peer, message) {
+            self.send(&peer, &answer);
+        }
+        self.board.metrics.early_grants_live.set(self.early.len() as u64);
+    }
+
+    fn session_message(&self, peer: PeerId, message: Message) {
+        if let Message::Engine(bytes) = message {
+            if self.messages.try_send((peer, Bytes::from(bytes.into_vec()))).is_err() {
+                tracing::warn!("an engine message was dropped: the engine does not take them");
+            }
+        } else {
+            self.board.metrics.messages_dropped_total.at(DropReason::Unknown).add(1);
+        }
+    }
+
+    fn landed(&mut self, peer: &PeerId, grant: GrantKey, bytes: u64, notification: &Bytes) {
+        let wrote = match codec::decode_wrote(notification) {
+            Ok(wrote) => wrote,
+            Err(error) => {
+                self.board.metrics.messages_dropped_total.at(DropReason::Malformed).add(1);
+                tracing::warn!(%peer, %error, "a write's notification cannot be read");
+                self.transport.disconnect(peer, &error.to_string());
+                return;
+            }
+        };
+        // What the notification names must be what the grant was made for.
+        if self.granted.get(&grant) != Some(&wrote.transfer) {
+            self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
+            return;
+        }
+        tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
+        self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
+    }
+
+    /// The transfers that two conditions pick, receiving ones first.
+    fn transfers_where(
+        &self,
+        receiving: impl Fn(&Receiving) -> bool,
+        sending: impl Fn(&Sending) -> bool,
+    ) -> Vec<(TransferId, Side)> {
+        let receiving = self.receiving.iter().filter(|(_, entry)| receiving(entry));
+        let sending = self.sending.iter().filter(|(_, entry)| sending(entry));
+        receiving
+            .map(|(&transfer, _)| (transfer, Side::Receiving))
+            .chain(sending.map(|(&transfer, _)| (transfer, Side::Sending)))
+            .collect()
+    }
+}

@@ -1,0 +1,362 @@
+//! The worker half of the prefill/decode connector: stands beside the model, moves the bytes on threads of its own.
+//!
+//! | thread | does | waits for |
+//! |---|---|---|
+//! | the engine's model thread | calls [`Worker`]; never touches the network | `wait_layer`: the driver |
+//! | driver | owns every transfer's machine | its one input channel |
+//! | pump | turns transport events into inputs | the transport |
+//! | movers | gather, digest | their job queue |
+//!
+//! Lock order: the board's locks are leaves; no other lock is taken under one.
+
+mod card;
+mod driver;
+mod events;
+mod jobs;
+mod peers;
+mod posting;
+mod progress;
+mod receiving;
+mod sending;
+mod slabs;
+mod step;
+mod window;
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use crossbeam_channel::{Receiver, Sender, bounded};
+use kvferry_kernels::HostKvCache;
+use kvferry_protocol::layout::Shard;
+use kvferry_protocol::manifest::Manifest;
+use kvferry_protocol::transfer::Rect;
+use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
+use kvferry_transport::{Event, PeerAddress, Transport};
+
+pub use card::Refusal;
+use card::WorkerCard;
+use driver::Driver;
+use jobs::JobDone;
+use progress::Progress;
+use step::StepProgress;
+
+use super::caches::Caches;
+use crate::config::ConnectorConfig;
+use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Save, StepMeta, StepResults, Worker};
+use crate::error::ConnectorError;
+use crate::metrics::Metrics;
+
+/// What a worker is made of.
+#[derive(Debug)]
+pub struct PdWorkerParts {
+    /// Limits, deadlines, who speaks first.
+    pub config: ConnectorConfig,
+    /// What the KV cache is; compared with each peer's, field by field.
+    pub manifest: Manifest,
+    /// Which layers and heads of the model this worker holds.
+    pub shard: Shard,
+    /// The KV cache.
+    pub cache: HostKvCache,
+    /// Counters, shared with whoever exports them.
+    pub metrics: Arc<Metrics>,
+}
+
+/// The worker half of the prefill/decode connector.
+pub struct PdWorker {
+    tp_rank: TpRank,
+    inputs: Sender<Input>,
+    board: Arc<Board>,
+    messages: Receiver<(PeerId, Bytes)>,
+    step: StepProgress,
+    transport: Arc<dyn Transport>,
+    running: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What the driver tells the model thread.
+#[derive(Debug)]
+struct Board {
+    progress: Progress,
+    results: Mutex<StepResults>,
+    metrics: Arc<Metrics>,
+}
+
+impl Board {
+    /// What the model thread will be told at its next poll.
+    fn results(&self) -> MutexGuard<'_, StepResults> {
+        self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the driver is told.
+#[derive(Debug)]
+enum Input {
+    Command(Command),
+    Event(Event),
+    Job(JobDone),
+}
+
+/// What the model thread asks for.
+#[derive(Debug)]
+enum Command {
+    /// Start a load.
+    Load(Load),
+    /// A request whose KV a peer wants is being computed: hold its blocks for the transfer.
+    Lease(Save),
+    /// Part of its KV is in the cache.
+    Computed { transfer: TransferId, rect: Rect },
+    /// End a transfer.
+    Cancel(Cancel),
+    /// End the transfers of some requests and say when nothing touches their pages.
+    Preempt(Vec<RequestId>, Sender<()>),
+    /// Reach a peer ahead of requests.
+    Connect(PeerAddress),
+    /// Carry bytes to a peer's engine.
+    Message(PeerId, Bytes),
+    /// End everything; say when nothing touches the caches, or when the time is up.
+    Shutdown(Duration, Sender<()>),
+}
+
+/// How the greeting for the transport's handshake is made: it must be known before a transport is built.
+///
+/// # Errors
+/// [`ConnectorError::Caches`] if the shape is not the manifest's.
+pub fn greeting(manifest: &Manifest, shard: Shard, cache: &HostKvCache) -> Result<Bytes, ConnectorError> {
+    Ok(card(manifest, shard, cache)?.encode().into())
+}
+
+fn card(manifest: &Manifest, shard: Shard, cache: &HostKvCache) -> Result<WorkerCard, ConnectorError> {
+    let shape = cache.layout().shape();
+    let end = |first: u16, count: u16| u32::from(first) + u32::from(count);
+    let refuse = |problem: String| Err(ConnectorError::Caches { problem });
+    if end(shard.first_layer.get(), shape.layers) > manifest.layers.into() {
+        return refuse(format!(
+            "layers from {} on, {} of them, but the model has {}",
+            shard.first_layer, shape.layers, manifest.layers
+        ));
+    }
+    if end(shard.first_head, shape.heads) > manifest.kv_heads.into() {
+        return refuse(format!(
+            "heads from {} on, {} of them, but the model has {}",
+            shard.first_head, shape.heads, manifest.kv_heads
+        ));
+    }
+    Ok(WorkerCard {
+        version: WorkerCard::VERSION,
+        manifest: manifest.clone(),
+        shard,
+        layers: shape.layers,
+        heads: shape.heads,
+    })
+}
+
+impl PdWorker {
+    /// Registers the cache with the transport and starts the worker's threads. The transport's greeting must be
+    /// [`greeting`] of the same manifest, shard and cache.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
+    /// registered.
+    pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
+        let card = card(&parts.manifest, parts.shard, &parts.cache)?;
+        crate::raw::register(&*transport, &parts.cache)?;
+        let tp_rank = parts.config.peer().tp_rank;
+        let caches = Caches::new(parts.cache, parts.shard);
+        let board = Arc::new(Board {
+            progress: Progress::default(),
+            results: Mutex::new(StepResults::empty(tp_rank)),
+            metrics: parts.metrics,
+        });
+        let (inputs, inbox) = bounded(INPUTS);
+        let (messages_out, messages) = bounded(MESSAGES);
+        let step = StepProgress::new(&caches);
+        let driver =
+            Driver::new(parts.config, caches, card, Arc::clone(&transport), Arc::clone(&board), &inputs, messages_out);
+        let running = Arc::new(AtomicBool::new(true));
+        let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
+            std::thread::Builder::new()
+                .name(name.into())
+                .spawn(body)
+                .map_err(|source| ConnectorError::Thread { source })
+        };
+        let pump = {
+            let (transport, inputs, running) = (Arc::clone(&transport), inputs.clone(), Arc::clone(&running));
+            spawn("kvferry-pump", Box::new(move || pump(&*transport, &inputs, &running)))?
+        };
+        let end = CloseAtEnd(Arc::clone(&board));
+        let driver = spawn(
+            "kvferry-driver",
+            Box::new(move || {
+                let _end = end;
+                driver.run(inbox);
+            }),
+        )?;
+        Ok(Self { tp_rank, inputs, board, messages, step, transport, running, threads: vec![pump, driver] })
+    }
+
+    /// Reaches a peer ahead of requests, and keeps trying. What comes of it is in the metrics and the log.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Ended`].
+    pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
+        self.command(Command::Connect(address))
+    }
+
+    /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Ended`].
+    pub fn send_message(&self, peer: PeerId, message: Bytes) -> Result<(), ConnectorError> {
+        self.command(Command::Message(peer, message))
+    }
+
+    /// What peers' engines said to this one; bounded, the newest are dropped and counted when nobody takes them.
+    #[must_use]
+    pub const fn messages(&self) -> &Receiver<(PeerId, Bytes)> {
+        &self.messages
+    }
+
+    /// Where peers reach this worker.
+    #[must_use]
+    pub fn local_address(&self) -> PeerAddress {
+        self.transport.local_address()
+    }
+
+    fn command(&self, command: Command) -> Result<(), ConnectorError> {
+        self.inputs.send(Input::Command(command)).map_err(|_| ConnectorError::Ended)
+    }
+
+    fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {
+        let (done, wait) = bounded(1);
+        if self.command(command(done)).is_ok() {
+            // The driver answers, or drops the sender because it ended: both mean that nothing touches the pages.
+            let _ = wait.recv();
+        }
+    }
+}
+
+impl Worker for PdWorker {
+    fn begin_step(&mut self, meta: StepMeta) -> Result<(), ConnectorError> {
+        if meta.version != StepMeta::VERSION {
+            return Err(BadStep { found: meta.version }.into());
+        }
+        self.step.begin(&meta);
+        for load in meta.loads {
+            // Known to `wait_layer` from here on, whenever the driver gets to it.
+            self.board.progress.begin(&load.request, self.step.layers());
+            self.command(Command::Load(load))?;
+        }
+        for save in meta.saves {
+            self.command(Command::Lease(save))?;
+        }
+        for cancel in meta.cancels {
+            self.command(Command::Cancel(cancel))?;
+        }
+        Ok(())
+    }
+
+    fn wait_layer(&mut self, layer: LayerId) -> Vec<RequestId> {
+        let Some(local) = self.step.local_layer(layer) else { return Vec::new() };
+        let mut failed = Vec::new();
+        let mut exposed = Duration::ZERO;
+        for request in self.step.reading() {
+            let (ready, waited) = self.board.progress.wait(request, local);
+            exposed += waited;
+            if !ready {
+                failed.push(request.clone());
+            }
+        }
+        self.step.waited(exposed);
+        failed
+    }
+
+    fn save_layer(&mut self, layer: LayerId, ready: Ready) {
+        match ready {
+            Ready::Now => {}
+        }
+        for (transfer, rect) in self.step.layer_saved(layer) {
+            // Fails only when the driver has ended, and then nobody waits for the bytes.
+            let _ = self.command(Command::Computed { transfer, rect });
+        }
+    }
+
+    fn wait_saved(&mut self) {
+        if let Some(exposed) = self.step.take_waited() {
+            self.board.metrics.exposed_wait_seconds.observe(exposed);
+        }
+        for (transfer, rect) in self.step.all_saved() {
+            let _ = self.command(Command::Computed { transfer, rect });
+        }
+    }
+
+    fn poll(&mut self) -> StepResults {
+        let mut results = self.board.results();
+        let taken = std::mem::replace(&mut *results, StepResults::empty(self.tp_rank));
+        drop(results);
+        self.step.ended(&taken.sent);
+        taken
+    }
+
+    fn preempted(&mut self, requests: &[RequestId]) {
+        let requests = requests.to_vec();
+        self.ask(|done| Command::Preempt(requests, done));
+    }
+
+    fn shutdown(&mut self, grace: Duration) {
+        if self.threads.is_empty() {
+            return;
+        }
+        self.ask(|done| Command::Shutdown(grace, done));
+        self.transport.shutdown();
+        self.running.store(false, Ordering::Release);
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the connector panicked");
+            }
+        }
+    }
+}
+
+/// Tells the model thread that nothing will land any more, however the driver's thread ends.
+struct CloseAtEnd(Arc<Board>);
+
+impl Drop for CloseAtEnd {
+    fn drop(&mut self) {
+        self.0.progress.close();
+    }
+}
+
+impl fmt::Debug for PdWorker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PdWorker(tp_rank {}, {})", self.tp_rank, self.transport.name())
+    }
+}
+
+impl Drop for PdWorker {
+    fn drop(&mut self) {
+        self.shutdown(Duration::ZERO);
+    }
+}
+
+fn pump(transport: &dyn Transport, inputs: &Sender<Input>, running: &AtomicBool) {
+    let mut events = Vec::new();
+    while running.load(Ordering::Acquire) {
+        transport.poll(&mut events, PUMP_WAIT);
+        for event in events.drain(..) {
+            if inputs.send(Input::Event(event)).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Inputs that wait for the driver; a full channel makes the model thread and the pump wait for it.
+const INPUTS: usize = 4096;
+/// Messages of peers' engines that wait for this engine.
+const MESSAGES: usize = 4096;
+/// How long the pump waits before it looks whether it should end.
+const PUMP_WAIT: Duration = Duration::from_millis(50);

@@ -1,0 +1,65 @@
+//! Who is reachable, and under which address.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvferry_protocol::PeerId;
+use kvferry_transport::PeerAddress;
+
+/// The peers that proved who they are and hold the same KV cache.
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    up: BTreeMap<PeerId, Session>,
+    by_address: BTreeMap<PeerAddress, PeerId>,
+    dialled: BTreeSet<PeerAddress>,
+}
+
+#[derive(Debug)]
+struct Session {
+    number: u64,
+    address: Option<PeerAddress>,
+}
+
+impl Peers {
+    /// Whether the address must still be dialled; remembers that it was.
+    pub(super) fn must_dial(&mut self, address: PeerAddress) -> bool {
+        self.dialled.insert(address)
+    }
+
+    /// The address is not dialled any more.
+    pub(super) fn forget_address(&mut self, address: PeerAddress) {
+        self.dialled.remove(&address);
+    }
+
+    /// A session came up and was accepted.
+    pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64) {
+        if let Some(address) = address {
+            self.by_address.insert(address, peer.clone());
+        }
+        self.up.insert(peer, Session { number, address });
+    }
+
+    /// A session ended; returns whether it was accepted before.
+    pub(super) fn down(&mut self, peer: &PeerId) -> bool {
+        let Some(session) = self.up.remove(peer) else { return false };
+        if let Some(address) = session.address {
+            self.by_address.remove(&address);
+        }
+        true
+    }
+
+    /// The number of the session with a peer that is up.
+    pub(super) fn session(&self, peer: &PeerId) -> Option<u64> {
+        self.up.get(peer).map(|session| session.number)
+    }
+
+    /// Who answers at an address, and in which session.
+    pub(super) fn at(&self, address: PeerAddress) -> Option<(PeerId, u64)> {
+        let peer = self.by_address.get(&address)?;
+        Some((peer.clone(), self.session(peer)?))
+    }
+
+    /// How many are up.
+    pub(super) fn count(&self) -> usize {
+        self.up.len()
+    }
+}

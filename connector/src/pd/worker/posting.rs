@@ -1,0 +1,244 @@
+//! Writes between their machine and the transport: planned, waiting for a slab, with a mover, waiting for room, posted.
+//!
+//! Each stage is bounded: slabs by their pool, movers by their queue, posts by the transport. What does not fit waits here in
+//! the order in which the machines asked.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use kvferry_protocol::digest::Digest;
+use kvferry_protocol::layout::CopyPlan;
+use kvferry_protocol::message::Wrote;
+use kvferry_protocol::transfer::{PostOutcome, Rect};
+use kvferry_protocol::{BlockId, Generation, PeerId, TransferId, codec};
+use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
+
+use super::driver::{Driver, Side};
+use super::jobs::{Job, JobDone, WriteKey};
+use super::slabs::{PooledSlab, SlabPool};
+use crate::config::Limits;
+
+/// All writes that have not ended.
+#[derive(Debug)]
+pub(super) struct Posting {
+    slabs: Arc<SlabPool>,
+    packed_run_bytes: Option<u64>,
+    writes: BTreeMap<WriteKey, Pending>,
+    /// Jobs that wait for a slab or for room in the movers' queue.
+    jobs: VecDeque<Waiting>,
+    /// Writes that wait for room in the transport.
+    ready: VecDeque<(WriteKey, Write)>,
+    posted: BTreeMap<PostId, WriteKey>,
+}
+
+/// Where a write goes, from its plan to its end.
+#[derive(Debug)]
+struct Pending {
+    peer: PeerId,
+    key: GrantKey,
+    rect: Rect,
+    cancelled: bool,
+}
+
+#[derive(Debug)]
+enum Waiting {
+    Prepare { write: WriteKey, plan: CopyPlan, pack: bool, blocks: Vec<BlockId> },
+    Verify(Job),
+}
+
+impl Posting {
+    pub(super) fn new(limits: &Limits) -> Self {
+        let slabs = (limits.slab_pool_bytes / limits.chunk_bytes).max(1);
+        let slab_bytes = usize::try_from(limits.chunk_bytes).unwrap_or(usize::MAX);
+        Self {
+            slabs: SlabPool::new(slab_bytes, usize::try_from(slabs).unwrap_or(usize::MAX)),
+            packed_run_bytes: limits.packed_run_bytes,
+            writes: BTreeMap::new(),
+            jobs: VecDeque::new(),
+            ready: VecDeque::new(),
+            posted: BTreeMap::new(),
+        }
+    }
+
+    /// Memory of the slabs that are out, and of all, in bytes.
+    pub(super) fn slab_bytes(&self) -> (u64, u64) {
+        let (used, limit, each) = self.slabs.usage();
+        ((used * each) as u64, (limit * each) as u64)
+    }
+}
+
+impl Driver {
+    /// A machine wants a rectangle written.
+    pub(super) fn post(&mut self, transfer: TransferId, generation: Generation, sequence: u32, rect: Rect) {
+        let write = WriteKey { transfer, generation, sequence };
+        let Some(entry) = self.sending.get(&transfer) else { return };
+        let planned = entry.plan(&self.caches, generation, rect);
+        let (peer, (key, plan)) = match (entry.peer.clone(), planned) {
+            (Some(peer), Ok((window, plan))) => (peer, (window.key, plan)),
+            (_, Err(problem)) => {
+                tracing::warn!(%transfer, %rect, problem, "write cannot be planned");
+                return self.posted(write, PostOutcome::Lost);
+            }
+            (None, _) => return self.posted(write, PostOutcome::Lost),
+        };
+        let blocks = entry.blocks.clone();
+        let threshold = self.posting.packed_run_bytes.unwrap_or(self.transport.capabilities().direct_run_bytes);
+        let pack = plan.run_bytes_min() < threshold;
+        self.posting.writes.insert(write, Pending { peer, key, rect, cancelled: false });
+        self.posting.jobs.push_back(Waiting::Prepare { write, plan, pack, blocks });
+    }
+
+    /// Something landed and wants its digest.
+    pub(super) fn verify(&mut self, job: Job) {
+        // Verification frees the sender's memory and makes layers visible: it goes before what is to be sent.
+        self.posting.jobs.push_front(Waiting::Verify(job));
+    }
+
+    /// Moves writes on, as far as slabs, movers and transport have room.
+    pub(super) fn push_posts(&mut self) {
+        while let Some(waiting) = self.posting.jobs.pop_front() {
+            if let Err(waiting) = self.submit(waiting) {
+                self.posting.jobs.push_front(waiting);
+                self.board.metrics.slab_waits_total.add(1);
+                break;
+            }
+        }
+        let (used, limit) = self.posting.slab_bytes();
+        self.board.metrics.slab_pool_used_bytes.set(used);
+        self.board.metrics.slab_pool_limit_bytes.set(limit);
+        while let Some((write, request)) = self.posting.ready.pop_front() {
+            if !self.hand_over(write, request) {
+                break;
+            }
+        }
+    }
+
+    fn submit(&mut self, waiting: Waiting) -> Result<(), Waiting> {
+        let (write, plan, blocks, slab) = match waiting {
+            Waiting::Verify(job) => return self.movers.submit(job).map_err(Waiting::Verify),
+            Waiting::Prepare { write, .. }
+                if self.posting.writes.get(&write).is_none_or(|pending| pending.cancelled) =>
+            {
+                self.posted(write, PostOutcome::Lost);
+                return Ok(());
+            }
+            Waiting::Prepare { write, plan, pack: true, blocks } => {
+                let bytes = usize::try_from(plan.bytes()).unwrap_or(usize::MAX);
+                match self.posting.slabs.take(bytes) {
+                    Some(slab) => (write, plan, blocks, Some(slab)),
+                    None => return Err(Waiting::Prepare { write, plan, pack: true, blocks }),
+                }
+            }
+            Waiting::Prepare { write, plan, pack: false, blocks } => (write, plan, blocks, None),
+        };
+        self.movers.submit(Job::Prepare { write, plan, slab, blocks }).map_err(|job| match job {
+            Job::Prepare { write, plan, slab, blocks } => {
+                Waiting::Prepare { write, plan, pack: slab.is_some(), blocks }
+            }
+            job @ Job::Verify { .. } => Waiting::Verify(job),
+        })
+    }
+
+    pub(super) fn job_done(&mut self, done: JobDone) {
+        match done {
+            JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
+            JobDone::Verified { write, digest } => self.digested(write, digest),
+        }
+    }
+
+    fn prepared(&mut self, write: WriteKey, plan: &CopyPlan, slab: Option<PooledSlab>, digest: Result<Digest, String>) {
+        let Some(pending) = self.posting.writes.get(&write) else { return };
+        if pending.cancelled {
+            return self.posted(write, PostOutcome::Lost);
+        }
+        match make_write(write, pending, plan, slab, digest) {
+            Ok(request) => self.posting.ready.push_back((write, request)),
+            Err(problem) => {
+                tracing::warn!(transfer = %write.transfer, problem, "write cannot be made");
+                self.posted(write, PostOutcome::Lost);
+            }
+        }
+    }
+
+    /// Posts one write; `false` if it must wait for room.
+    fn hand_over(&mut self, write: WriteKey, request: Write) -> bool {
+        let Some(pending) = self.posting.writes.get(&write) else { return true };
+        if pending.cancelled {
+            self.posted(write, PostOutcome::Lost);
+            return true;
+        }
+        match self.transport.post(&pending.peer, request) {
+            Ok(post) => {
+                self.posting.posted.insert(post, write);
+                true
+            }
+            Err(error) => match error.reason {
+                // Full: each post that ends makes room, and wakes the driver.
+                TransportError::Limit { .. } if !self.posting.posted.is_empty() => {
+                    self.posting.ready.push_front((write, error.write));
+                    false
+                }
+                reason => {
+                    tracing::debug!(transfer = %write.transfer, %reason, "write was not posted");
+                    self.posted(write, PostOutcome::Lost);
+                    true
+                }
+            },
+        }
+    }
+
+    /// The transport ended a post.
+    pub(super) fn post_ended(&mut self, post: PostId, outcome: Result<(), TransportError>) {
+        let Some(write) = self.posting.posted.remove(&post) else { return };
+        let outcome = match outcome {
+            Ok(()) => PostOutcome::Taken,
+            Err(error) => {
+                tracing::debug!(transfer = %write.transfer, %error, "write was lost");
+                PostOutcome::Lost
+            }
+        };
+        self.posted(write, outcome);
+    }
+
+    /// A write ended: its machine hears of it once.
+    fn posted(&mut self, write: WriteKey, outcome: PostOutcome) {
+        self.posting.writes.remove(&write);
+        let now = self.now();
+        if let Some(entry) = self.sending.get_mut(&write.transfer) {
+            let taken = entry.machine.posted(now, write.generation, write.sequence, outcome);
+            self.note(taken);
+            self.turn(write.transfer, Side::Sending);
+        }
+    }
+
+    /// Cancels what is under way of one generation. Each write still ends in `posted`.
+    pub(super) fn cancel_posts(&mut self, transfer: TransferId, generation: Generation) {
+        let mut keys = Vec::new();
+        for (write, pending) in &mut self.posting.writes {
+            if write.transfer == transfer && write.generation == generation {
+                pending.cancelled = true;
+                keys.push((pending.peer.clone(), pending.key));
+            }
+        }
+        keys.dedup();
+        keys.iter().for_each(|(peer, key)| self.transport.cancel(peer, *key));
+    }
+}
+
+fn make_write(
+    write: WriteKey,
+    pending: &Pending,
+    plan: &CopyPlan,
+    slab: Option<PooledSlab>,
+    digest: Result<Digest, String>,
+) -> Result<Write, String> {
+    let WriteKey { transfer, generation, sequence } = write;
+    let wrote = Wrote { transfer, generation, sequence, rect: pending.rect, digest: digest? };
+    let notification = codec::encode_wrote(*codec::VERSIONS.end(), &wrote).map_err(|error| error.to_string())?;
+    let source = match slab {
+        Some(slab) => Source::Packed(Arc::new(slab)),
+        None => Source::Pages(plan.source_pages()),
+    };
+    let extents = plan.window_extents().map_err(|error| error.to_string())?;
+    Ok(Write { grant: pending.key, sequence, extents, source, notification: notification.into() })
+}

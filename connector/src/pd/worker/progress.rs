@@ -1,0 +1,130 @@
+//! What the model thread may ask of a load that is still landing: which layers are verified, and whether it ended.
+//!
+//! The driver thread writes, the model thread waits. One lock, held for a map look-up only.
+
+use std::collections::BTreeMap;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::contract::RequestId;
+
+/// The shared board of all loads.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    loads: BTreeMap<RequestId, LoadProgress>,
+    /// Nothing will land any more.
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct LoadProgress {
+    /// Indexed by this worker's own layers: all wanted tokens of the layer are verified.
+    verified: Vec<bool>,
+    ended: Option<Ended>,
+}
+
+/// How a load ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Ended {
+    /// All layers are verified.
+    Loaded,
+    /// Not all; nothing is written any more.
+    Failed,
+}
+
+impl Progress {
+    /// A load begins.
+    pub(super) fn begin(&self, request: &RequestId, layers: usize) {
+        self.lock().loads.insert(request.clone(), LoadProgress { verified: vec![false; layers], ended: None });
+    }
+
+    /// One layer of it is verified for all wanted tokens.
+    pub(super) fn verified(&self, request: &RequestId, layer: usize) {
+        if let Some(done) = self.lock().loads.get_mut(request).and_then(|load| load.verified.get_mut(layer)) {
+            *done = true;
+        }
+        self.changed.notify_all();
+    }
+
+    /// It ended.
+    pub(super) fn ended(&self, request: &RequestId, how: Ended) {
+        if let Some(load) = self.lock().loads.get_mut(request) {
+            load.ended = Some(how);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Nobody asks about it any more.
+    pub(super) fn forget(&self, request: &RequestId) {
+        self.lock().loads.remove(request);
+    }
+
+    /// Nothing will land any more: loads that have not ended count as failed.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for one layer of one load. Returns whether the layer may be read, and how long the wait was.
+    pub(super) fn wait(&self, request: &RequestId, layer: usize) -> (bool, Duration) {
+        let began = Instant::now();
+        let mut state = self.lock();
+        loop {
+            // A request without a load has nothing to wait for.
+            let Some(load) = state.loads.get(request) else { return (true, began.elapsed()) };
+            let ready = load.verified.get(layer).copied().unwrap_or(true);
+            match load.ended {
+                _ if ready => return (true, began.elapsed()),
+                Some(Ended::Loaded) => return (true, began.elapsed()),
+                Some(Ended::Failed) => return (false, began.elapsed()),
+                // The driver ends every load by its deadline, so this wait has one.
+                None if state.closed => return (false, began.elapsed()),
+                None => state = self.changed.wait(state).expect("no panic happens under this lock"),
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic happens under this lock")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn a_layer_is_ready_when_it_is_verified_or_the_load_is_complete() {
+        let (board, id) = (Progress::default(), RequestId::new("a"));
+        assert!(board.wait(&id, 0).0, "no load, nothing to wait for");
+        board.begin(&id, 2);
+        board.verified(&id, 1);
+        assert!(board.wait(&id, 1).0);
+        board.ended(&id, Ended::Failed);
+        assert_eq!((board.wait(&id, 0).0, board.wait(&id, 1).0), (false, true));
+        board.ended(&id, Ended::Loaded);
+        assert!(board.wait(&id, 0).0);
+        board.forget(&id);
+        assert!(board.wait(&id, 0).0);
+    }
+
+    #[test]
+    fn a_waiting_thread_is_woken_by_its_layer() {
+        let (board, id) = (Arc::new(Progress::default()), RequestId::new("a"));
+        board.begin(&id, 1);
+        let waiter = std::thread::spawn({
+            let (board, id) = (Arc::clone(&board), id.clone());
+            move || board.wait(&id, 0).0
+        });
+        board.verified(&id, 0);
+        assert!(waiter.join().unwrap());
+    }
+}

@@ -1,0 +1,47 @@
+//! What a Grant message carries for the layout algebra: one window for each rectangle that is missing.
+
+use kvferry_protocol::codec;
+use kvferry_protocol::layout::WindowShape;
+use kvferry_protocol::message::WindowBytes;
+use kvferry_protocol::transfer::Rect;
+use kvferry_transport::GrantKey;
+use serde::{Deserialize, Serialize};
+
+/// One granted window; crosses the wire.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(super) struct GrantedWindow {
+    /// The transport's key.
+    pub(super) key: GrantKey,
+    /// What may be written through it.
+    pub(super) rect: Rect,
+    /// How its bytes are laid out.
+    pub(super) shape: WindowShape,
+}
+
+/// The codec of a list of them.
+pub(super) struct Windows;
+
+impl Windows {
+    /// The bytes for a Grant.
+    pub(super) fn encode(windows: &[GrantedWindow]) -> Result<WindowBytes, String> {
+        let bytes = codec::encode_value("windows", &windows).map_err(|error| error.to_string())?;
+        WindowBytes::new(bytes).map_err(|error| error.to_string())
+    }
+
+    /// Reads a peer's windows and checks that each holds the tokens and layers that it claims.
+    pub(super) fn decode(bytes: &WindowBytes) -> Result<Vec<GrantedWindow>, String> {
+        let windows: Vec<GrantedWindow> =
+            codec::decode_value("windows", bytes.as_slice()).map_err(|error| error.to_string())?;
+        for window in &windows {
+            let (held, rect) = (window.shape.selection(), window.rect);
+            let inside = held.tokens.start <= rect.tokens().start
+                && rect.tokens().end <= held.tokens.end
+                && held.layers.start <= rect.layers().start
+                && rect.layers().end <= held.layers.end;
+            if !inside {
+                return Err(format!("a window of {held:?} cannot take {rect}"));
+            }
+        }
+        Ok(windows)
+    }
+}

@@ -1,0 +1,163 @@
+//! Two engines, two schedulers, two workers: bytes go from one cache into the other through the contract alone.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load};
+use kvferry::contract::{EngineFinish, Hold, Scheduler, Worker};
+use kvferry_protocol::LayerId;
+use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
+
+fn loopback(
+    network: &LoopbackNetwork,
+    faults: FaultPlan,
+) -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
+    let network = network.clone();
+    move |config, greeting| {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), faults))
+    }
+}
+
+/// Runs one hand-over in chunks and returns when decode has all of it.
+fn hand_over(prefill: &mut Engine, decode: &mut Engine, tokens: u32, chunk: u32, local: u32) {
+    let to = (prefill.worker.local_address(), decode.worker.local_address());
+    let request = fetch("d", 1, tokens, to.0);
+    let blocks = decode.blocks(3, tokens);
+    for layer in 0..common::LAYERS {
+        decode.store(layer, &blocks, 0..local);
+    }
+    start_load(decode, &request, &blocks, local);
+    // The engine message reaches prefill over the connector's own session.
+    let (peer, ask) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    assert_eq!(&ask[..], b"please");
+
+    let source = keep("p", 1, tokens, Some(peer));
+    let source_blocks = prefill.blocks(2, tokens);
+    prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
+    let mut at = 0;
+    while at < tokens {
+        let end = (at + chunk).min(tokens);
+        prefill.prefill_step(&source, &source_blocks, at..end);
+        let results = prefill.worker.poll();
+        prefill.scheduler.apply(vec![results]);
+        at = end;
+    }
+    let hold = prefill.finish(&source, &source_blocks, EngineFinish::Complete);
+
+    decode.idle_until("the load", |applied| {
+        assert!(applied.failed.is_empty(), "{applied:?}");
+        !applied.loaded.is_empty()
+    });
+    // It may have been started by its first layer: the step that reads it waits for the others.
+    let meta = decode.step(&request, &blocks, tokens - 1..tokens);
+    decode.worker.begin_step(meta).unwrap();
+    for layer in 0..common::LAYERS {
+        assert_eq!(decode.worker.wait_layer(LayerId::new(layer)), []);
+    }
+    decode.worker.wait_saved();
+    assert_eq!(decode.read(&blocks, tokens), prefill.read(&source_blocks, tokens));
+    if matches!(hold, Hold::Until { .. }) {
+        prefill.idle_until("the release", |applied| applied.released.len() == 1);
+    }
+    wait_for(prefill, decode);
+}
+
+fn wait_for(prefill: &mut Engine, decode: &mut Engine) {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !(prefill.holds_nothing() && decode.holds_nothing()) {
+        prefill.idle_step();
+        decode.idle_step();
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{:?} {:?}",
+            prefill.metrics.snapshot(),
+            decode.metrics.snapshot()
+        );
+        std::thread::yield_now();
+    }
+}
+
+fn engines(prefill: &Setup, decode: &Setup, make: MakeTransport<'_>) -> (Engine, Engine) {
+    (Engine::new(prefill, make), Engine::new(decode, make))
+}
+
+#[test]
+fn all_tokens_arrive_in_both_orders_layouts_block_sizes_and_chunkings() {
+    for order in ["decode-first", "prefill-first"] {
+        for (layouts, block_sizes) in [
+            (("LPBNHC", "LPBNHC"), (4, 4)),
+            (("BLPNHC", "BLPNHC"), (4, 4)),
+            (("LBHNPC", "BHLPNC"), (4, 8)),
+            (("BPHLNC", "PLBNHC"), (6, 4)),
+            (("BLHNPC", "LBPHNC"), (8, 1)),
+        ] {
+            for (tokens, chunk) in [(1, 8), (7, 8), (8, 8), (9, 8), (33, 10), (40, 40)] {
+                let network = LoopbackNetwork::new();
+                let make = loopback(&network, FaultPlan::NONE);
+                let prefill = Setup { order, layout: layouts.0, tokens_per_block: block_sizes.0, ..Setup::prefill() };
+                let decode = Setup { order, layout: layouts.1, tokens_per_block: block_sizes.1, ..Setup::decode() };
+                let (mut prefill, mut decode) = engines(&prefill, &decode, &make);
+                hand_over(&mut prefill, &mut decode, tokens, chunk, 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn only_what_is_behind_the_local_prefix_travels() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    hand_over(&mut prefill, &mut decode, 30, 8, 12);
+    let moved: u64 = decode.metrics.snapshot().transfer_bytes_total.total();
+    assert_eq!(moved, 18 * u64::from(common::LAYERS) * u64::from(common::HEADS) * 2 * 4 * common::DIM as u64);
+}
+
+#[test]
+fn another_model_is_refused_by_the_name_of_the_field() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let other = Setup { model: "other", ..Setup::prefill() };
+    let (prefill, mut decode) = engines(&other, &Setup::decode(), &make);
+    let request = fetch("d", 1, 20, prefill.address());
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &request, &blocks, 0);
+    let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+    let reason = &applied.failed[0].reason;
+    assert!(reason.contains("model: ours is \"toy\", theirs is \"other\""), "{reason}");
+    assert!(decode.holds_nothing());
+}
+
+#[test]
+fn an_abort_on_either_side_ends_both_and_frees_everything() {
+    for aborted in ["decode", "prefill"] {
+        let network = LoopbackNetwork::new();
+        let make = loopback(&network, FaultPlan::NONE);
+        let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+        let request = fetch("d", 1, 40, prefill.address());
+        let blocks = decode.blocks(0, 40);
+        start_load(&mut decode, &request, &blocks, 0);
+        prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+        let source = keep("p", 1, 40, None);
+        let source_blocks = prefill.blocks(0, 40);
+        prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
+        prefill.prefill_step(&source, &source_blocks, 0..16);
+        if aborted == "decode" {
+            let hold = decode.finish(&request, &blocks, EngineFinish::Aborted);
+            assert!(matches!(hold, Hold::Until { .. }));
+            decode.idle_until("the release", |applied| applied.released.len() == 1);
+            prefill.idle_until("the consumer's end", |applied| applied.unwanted.len() == 1);
+            assert_eq!(prefill.finish(&source, &source_blocks, EngineFinish::Aborted), Hold::Free);
+        } else {
+            assert!(matches!(prefill.finish(&source, &source_blocks, EngineFinish::Aborted), Hold::Until { .. }));
+            prefill.idle_until("the release", |applied| applied.released.len() == 1);
+            let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+            assert!(applied.failed[0].good_tokens <= 16);
+        }
+        wait_for(&mut prefill, &mut decode);
+        // Nothing holds the pages any more.
+        drop(decode.cache.guard_write(&blocks, 0..common::LAYERS).unwrap());
+        drop(prefill.cache.guard_write(&source_blocks, 0..common::LAYERS).unwrap());
+    }
+}

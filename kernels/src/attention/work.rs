@@ -1,0 +1,134 @@
+//! Cuts a batch into items and runs them on the threads at hand.
+#![expect(unsafe_code, reason = "several threads write disjoint rows of one output")]
+
+use super::rows::{Compute, Item, Job, Merge, SCRATCH, SEGMENT, Target};
+use super::simd::Backend;
+use super::{AttentionBatch, AttentionOptions, Threads, Values, value_dim, window};
+use crate::memory::KvCacheView;
+
+/// Rows of one item where a sequence has that many; enough to read a tile of K and V once for many rows.
+const ITEM_ROWS: usize = 64;
+
+/// A part of memory that several threads write, each its own elements.
+#[derive(Clone, Copy)]
+struct Shared(*mut f32);
+
+// SAFETY: items write disjoint elements (see `items`), and the memory is borrowed mutably until all of them are done.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn at(&self, offset: usize) -> *mut f32 {
+        self.0.wrapping_add(offset)
+    }
+}
+
+/// Runs a batch whose arguments were checked and whose pages nobody writes.
+pub(super) fn attend(
+    view: &KvCacheView,
+    layer: u16,
+    batch: &AttentionBatch<'_>,
+    options: &AttentionOptions<'_>,
+    threads: &Threads,
+    out: &mut [f32],
+) {
+    attend_by(Backend::best(), view, layer, batch, options, threads, out);
+}
+
+/// [`attend`] on a given backend.
+pub(super) fn attend_by(
+    backend: Backend,
+    view: &KvCacheView,
+    layer: u16,
+    batch: &AttentionBatch<'_>,
+    options: &AttentionOptions<'_>,
+    threads: &Threads,
+    out: &mut [f32],
+) {
+    let values_in_keys = options.values != Values::Plane;
+    let job = Job {
+        keys: view.plane(layer, 0),
+        values: view.plane(layer, if values_in_keys { 0 } else { 1 }),
+        dtype: view.dtype(),
+        tokens_per_block: view.layout().shape().tokens_per_block as usize,
+        queries: batch.queries,
+        q_heads: batch.q_heads,
+        group: batch.q_heads / view.heads(),
+        value_dim: value_dim(view, options),
+        values_in_keys,
+        scale: options.scale,
+        window: window(options),
+        sinks: options.sinks,
+        soft_cap: options.soft_cap,
+    };
+    let items = items(&job, view.heads(), batch);
+    let out = Shared(out.as_mut_ptr());
+    let count = threads.count_for(work_of(&job, &items));
+    // Few long items leave threads idle: then each segment is an item of its own.
+    if count > 1 && items.len() < 2 * count && items.iter().any(|item| item.segments.len() > 1) {
+        attend_by_segment(backend, &job, &items, threads, count, out);
+    } else {
+        threads.for_each(count, items.len(), |index| {
+            let (item, target) = (&items[index], Target::Output(out.at(0)));
+            SCRATCH.with(|scratch| backend.run(Compute { job: &job, item, target, scratch }));
+        });
+    }
+}
+
+/// Disjoint items that together are the batch: sequence x KV head x some query tokens, each over all segments that it sees.
+fn items<'a>(job: &Job<'_>, kv_heads: usize, batch: &AttentionBatch<'a>) -> Vec<Item<'a>> {
+    let step = (ITEM_ROWS / job.group).max(1);
+    let mut items = Vec::new();
+    for sequence in batch.sequences {
+        let first_position = sequence.context_len - sequence.queries.len();
+        for kv_head in 0..kv_heads {
+            for start in sequence.queries.clone().step_by(step) {
+                let tokens = start..sequence.queries.end.min(start + step);
+                let first_position = first_position + (start - sequence.queries.start);
+                let seen = job.visible(first_position).start..first_position + tokens.len();
+                let segments = seen.start / SEGMENT..seen.end.div_ceil(SEGMENT);
+                items.push(Item { blocks: sequence.blocks, kv_head, tokens, first_position, segments });
+            }
+        }
+    }
+    items
+}
+
+/// Multiply-adds of all items together, roughly.
+fn work_of(job: &Job<'_>, items: &[Item<'_>]) -> usize {
+    let positions =
+        |item: &Item<'_>| item.tokens.len() * job.visible(item.first_position + item.tokens.len() - 1).len();
+    let rows: usize = items.iter().map(positions).sum();
+    rows.saturating_mul(job.group * (job.keys.dim + job.value_dim))
+}
+
+fn attend_by_segment(
+    backend: Backend,
+    job: &Job<'_>,
+    items: &[Item<'_>],
+    threads: &Threads,
+    count: usize,
+    out: Shared,
+) {
+    let mut parts = Vec::new();
+    let mut starts = Vec::with_capacity(items.len() + 1);
+    let mut len = 0;
+    for item in items {
+        starts.push(len);
+        for segment in item.segments.clone() {
+            parts.push((Item { segments: segment..segment + 1, ..item.clone() }, len));
+            len += job.partial_len(item.tokens.len() * job.group);
+        }
+    }
+    starts.push(len);
+    let mut partials = vec![0.0_f32; len];
+    let shared = Shared(partials.as_mut_ptr());
+    threads.for_each(count, parts.len(), |index| {
+        let (item, start) = &parts[index];
+        let target = Target::Partial(shared.at(*start));
+        SCRATCH.with(|scratch| backend.run(Compute { job, item, target, scratch }));
+    });
+    for (index, item) in items.iter().enumerate() {
+        let partials = &partials[starts[index]..starts[index + 1]];
+        SCRATCH.with(|scratch| backend.run(Merge { job, item, partials, out: out.at(0), scratch }));
+    }
+}

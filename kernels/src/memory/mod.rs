@@ -1,0 +1,15 @@
+//! Page memory: regions, who may touch which page when, and where each run lies.
+
+mod cache;
+mod guards;
+mod raw;
+mod view;
+
+#[cfg(test)]
+mod tests;
+
+pub use cache::{HostKvCache, Placement};
+pub use guards::{GuardMode, PageGuards};
+pub use raw::HostRegion;
+pub use view::KvCacheView;
+pub(crate) use view::PlanePages;

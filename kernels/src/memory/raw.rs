@@ -1,0 +1,104 @@
+//! Memory from the operating system, and the promise that raw page pointers may cross threads.
+#![expect(unsafe_code, reason = "maps memory and hands out raw pointers to it")]
+
+use std::io;
+use std::ptr::NonNull;
+
+use crate::error::KernelError;
+
+/// Page-aligned, zeroed, prefaulted host memory; freed on drop.
+///
+/// Handed out as a raw pointer, never as a slice: transports and other threads write it while it is shared.
+#[derive(Debug)]
+pub struct HostRegion {
+    mapping: NonNull<u8>,
+    mapped_bytes: usize,
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread, and nothing in the type refers to the thread that made it.
+unsafe impl Send for HostRegion {}
+// SAFETY: `&HostRegion` gives out addresses only; whoever dereferences one keeps the page rules (`PageGuards`).
+unsafe impl Sync for HostRegion {}
+
+/// A transparent huge page on x86-64 and on arm64 with 4 KiB pages; a region of this size or more begins at a multiple of it.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+impl HostRegion {
+    /// Maps `bytes` bytes, asks for huge pages, and touches every page so that no later access faults.
+    ///
+    /// # Errors
+    /// [`KernelError::Map`] if `bytes` is 0 or the system has not enough memory.
+    pub fn new(bytes: usize) -> Result<Self, KernelError> {
+        let failed = |source| KernelError::Map { bytes, source };
+        let slack = if bytes >= HUGE_PAGE_BYTES && !cfg!(miri) { HUGE_PAGE_BYTES } else { 0 };
+        let mapped_bytes = bytes.checked_add(slack).ok_or_else(|| failed(io::ErrorKind::OutOfMemory.into()))?;
+        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: an anonymous mapping at an address that the system picks touches no existing memory.
+        let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, protection, flags, -1, 0) };
+        if mapping == libc::MAP_FAILED {
+            return Err(failed(io::Error::last_os_error()));
+        }
+        let mapping = NonNull::new(mapping.cast::<u8>()).expect("the system maps nothing at address 0");
+        let skip = if slack == 0 { 0 } else { mapping.as_ptr().align_offset(HUGE_PAGE_BYTES) };
+        // SAFETY: `skip <= slack`, so the result is inside the mapping.
+        let start = unsafe { mapping.add(skip) };
+        let region = Self { mapping, mapped_bytes, start, bytes };
+        region.prefault().map_err(failed)?;
+        Ok(region)
+    }
+
+    /// The first byte.
+    #[must_use]
+    pub const fn as_ptr(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a region of 0 bytes cannot be made")]
+    pub const fn len(&self) -> usize {
+        self.bytes
+    }
+
+    fn prefault(&self) -> io::Result<()> {
+        #[cfg(all(target_os = "linux", not(miri)))]
+        {
+            // Only advice: a kernel without huge pages refuses it and nothing is lost but speed.
+            // SAFETY: the range is this region's own mapping.
+            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_HUGEPAGE) };
+            // SAFETY: the range is this region's own mapping, and populating it changes no byte.
+            let code = unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_POPULATE_WRITE) };
+            if code == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            if error.raw_os_error() != Some(libc::EINVAL) {
+                return Err(error);
+            }
+            // Linux before 5.14 does not know the advice: touch the pages by hand.
+        }
+        for offset in (0..self.bytes).step_by(4096) {
+            // SAFETY: `offset < bytes`, and nobody else knows this mapping yet.
+            unsafe { self.start.as_ptr().wrapping_add(offset).write_volatile(0) };
+        }
+        Ok(())
+    }
+}
+
+impl Drop for HostRegion {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new` with these values, and unmapped only here. A failure would leak, which is harmless.
+        unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped_bytes) };
+    }
+}
+
+/// Where a plane of a layer begins. Only an address: whoever dereferences it keeps the page rules.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PageBase(pub(super) *mut u8);
+
+// SAFETY: an address may be known to any thread; each dereference states why no other thread writes there.
+unsafe impl Send for PageBase {}
+// SAFETY: as above.
+unsafe impl Sync for PageBase {}

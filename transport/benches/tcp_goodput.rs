@@ -1,0 +1,282 @@
+//! Goodput of scattered blocks over TCP, beside a raw socket pair that moves the same bytes in the same run.
+//!
+//! Both are in one process: the transport with its own threads, the raw pair with a sender and a receiver thread per connection
+//! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers). They take
+//! turns, and the medians are compared.
+//!
+//! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N]`
+
+use std::io::{IoSlice, IoSliceMut, Read, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kvferry_protocol::RegionId;
+use kvferry_protocol::pages::{Extent, Pages, Piece};
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_transport::testing::{Node, peer};
+use kvferry_transport::{Event, GrantKey, Source, Tcp, TcpConfig, TcpConfigFile, Transport, Write};
+
+const ARENA_BYTES: usize = 128 << 20;
+const WRITE_BYTES: usize = 8 << 20;
+const BATCH_BYTES: usize = 1 << 20;
+const SOCKET_BUFFER_BYTES: usize = 128 << 10;
+/// Writes on their way at once.
+const DEPTH: usize = 4;
+
+struct Options {
+    rounds: usize,
+    total_bytes: usize,
+    lanes: u16,
+    frame_bytes: u32,
+    threads: u16,
+}
+
+fn main() {
+    let options = options();
+    println!(
+        "{} rounds of {} MiB, {} lanes, {} data threads a side, frames of {} KiB; GB/s, median (best)",
+        options.rounds,
+        options.total_bytes >> 20,
+        options.lanes,
+        options.threads,
+        options.frame_bytes >> 10
+    );
+    for block_bytes in [16 << 10, 64 << 10, 512 << 10, 2 << 20] {
+        let mut ours = Ours::new(&options, block_bytes);
+        let mut raw = Raw::new(usize::from(options.lanes), block_bytes);
+        let (mut ours_gbps, mut raw_gbps) = (Vec::new(), Vec::new());
+        ours.run(options.total_bytes / 4);
+        raw.run(options.total_bytes / 4);
+        let (mut ours_cpu, mut raw_cpu) = (0.0, 0.0);
+        for _ in 0..options.rounds {
+            let before = cpu_seconds();
+            raw_gbps.push(rate(options.total_bytes, || raw.run(options.total_bytes)));
+            let between = cpu_seconds();
+            ours_gbps.push(rate(options.total_bytes, || ours.run(options.total_bytes)));
+            raw_cpu += between - before;
+            ours_cpu += cpu_seconds() - between;
+        }
+        let gigabytes = (options.rounds * options.total_bytes) as f64 / 1e9;
+        let (ours, raw) = (median(&mut ours_gbps), median(&mut raw_gbps));
+        println!(
+            "blocks of {:>4} KiB: transport {ours:.2} ({:.2})  raw {raw:.2} ({:.2})  ratio {:.2}; CPU s/GB: transport {:.3}  raw {:.3}",
+            block_bytes >> 10,
+            ours_gbps[ours_gbps.len() - 1],
+            raw_gbps[raw_gbps.len() - 1],
+            ours / raw,
+            ours_cpu / gigabytes,
+            raw_cpu / gigabytes
+        );
+    }
+}
+
+fn options() -> Options {
+    let mut options = Options { rounds: 7, total_bytes: 512 << 20, lanes: 2, frame_bytes: 1 << 20, threads: 2 };
+    let mut arguments = std::env::args().skip(1);
+    while let Some(name) = arguments.next() {
+        if name == "--bench" {
+            continue; // cargo says so
+        }
+        let value: usize = arguments.next().and_then(|value| value.parse().ok()).expect("an option and its number");
+        match name.as_str() {
+            "--rounds" => options.rounds = value,
+            "--mib" => options.total_bytes = value << 20,
+            "--lanes" => options.lanes = value as u16,
+            "--threads" => options.threads = value as u16,
+            "--frame-kib" => options.frame_bytes = (value << 10) as u32,
+            other => panic!("{other}: give --rounds, --mib, --lanes, --threads or --frame-kib"),
+        }
+    }
+    options
+}
+
+fn rate(bytes: usize, run: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    run();
+    bytes as f64 / start.elapsed().as_secs_f64() / 1e9
+}
+
+/// What this process used so far, in user and kernel; on a busy machine it says more than the clock.
+fn cpu_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").expect("procfs");
+    let after_name = stat.rsplit_once(')').expect("a name").1;
+    let ticks =
+        |field: usize| -> f64 { after_name.split_ascii_whitespace().nth(field).unwrap().parse().expect("ticks") };
+    (ticks(11) + ticks(12)) / 100.0
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Block numbers in scattered order.
+fn scattered(blocks: usize, step: usize) -> Vec<usize> {
+    (0..blocks).map(|at| at * step % blocks).collect()
+}
+
+struct Ours {
+    sender: Node,
+    receiver: Node,
+    grant: GrantKey,
+    source: Vec<u64>,
+    block_bytes: usize,
+    sequence: u32,
+}
+
+impl Ours {
+    fn new(options: &Options, block_bytes: usize) -> Self {
+        let make = |peer, greeting| -> Box<dyn Transport> {
+            let file = TcpConfigFile {
+                lanes_same_host: options.lanes,
+                data_threads: options.threads,
+                frame_bytes: options.frame_bytes,
+                ..TcpConfigFile::default()
+            };
+            let config = TcpConfig::try_from(file).expect("a legal configuration");
+            let key = ClusterKey::new(&[1; 32]).expect("a legal key");
+            Box::new(Tcp::bind(config, key, peer, greeting).expect("an endpoint"))
+        };
+        let mut sender = Node::new(&make, peer("sender", 1), ARENA_BYTES);
+        let mut receiver = Node::new(&make, peer("receiver", 1), ARENA_BYTES);
+        sender.meet(&mut receiver);
+        let blocks = ARENA_BYTES / block_bytes;
+        let bases = |step| scattered(blocks, step).into_iter().map(|block| (block * block_bytes) as u64).collect();
+        let window = Self::pages(bases(7919), block_bytes);
+        let grant = receiver.transport.grant(&sender.peer, window).expect("a grant");
+        Self { sender, receiver, grant, source: bases(104_729), block_bytes, sequence: 0 }
+    }
+
+    fn pages(bases: Vec<u64>, block_bytes: usize) -> Pages {
+        let piece = Piece { region: RegionId::new(0), offset: 0, loops: vec![], run_bytes: block_bytes as u64 };
+        Pages { bases, pieces: vec![piece] }
+    }
+
+    fn run(&mut self, total_bytes: usize) {
+        let writes = total_bytes / WRITE_BYTES;
+        let (mut posted, mut ended, mut landed) = (0, 0, 0);
+        let mut events = Vec::new();
+        while ended < writes || landed < writes {
+            while posted < writes && posted - ended < DEPTH {
+                let at = posted * WRITE_BYTES % ARENA_BYTES;
+                let blocks = at / self.block_bytes..(at + WRITE_BYTES) / self.block_bytes;
+                let write = Write {
+                    grant: self.grant,
+                    sequence: self.sequence,
+                    extents: vec![Extent::contiguous(at as u64, WRITE_BYTES as u64)],
+                    source: Source::Pages(vec![Self::pages(self.source[blocks].to_vec(), self.block_bytes)]),
+                    notification: Bytes::new(),
+                };
+                self.sequence += 1;
+                self.sender.transport.post(&self.receiver.peer, write).expect("a post");
+                posted += 1;
+            }
+            self.sender.transport.poll(&mut events, Duration::from_secs(10));
+            if posted == writes {
+                self.receiver.transport.poll(&mut events, Duration::ZERO);
+            }
+            for event in events.drain(..) {
+                match event {
+                    Event::Posted { outcome: Ok(()), .. } => ended += 1,
+                    Event::Landed { .. } => landed += 1,
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+    }
+}
+
+struct Raw {
+    connections: Vec<Connection>,
+    block_bytes: usize,
+}
+
+struct Connection {
+    sender: TcpStream,
+    receiver: TcpStream,
+    source: Vec<u8>,
+    target: Vec<u8>,
+}
+
+impl Raw {
+    fn new(connections: usize, block_bytes: usize) -> Self {
+        let arena_bytes = ARENA_BYTES / connections;
+        let connect = |_| {
+            let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+            let listening = socket2::SockRef::from(&listener);
+            listening.set_recv_buffer_size(SOCKET_BUFFER_BYTES).expect("a buffer");
+            let sender = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
+            sender.set_send_buffer_size(SOCKET_BUFFER_BYTES).expect("a buffer");
+            sender.set_recv_buffer_size(SOCKET_BUFFER_BYTES).expect("a buffer");
+            sender.connect(&listener.local_addr().expect("an address").into()).expect("a connection");
+            let (sender, receiver) = (TcpStream::from(sender), listener.accept().expect("a connection").0);
+            for stream in [&sender, &receiver] {
+                stream.set_nodelay(true).expect("an option");
+            }
+            Connection { sender, receiver, source: vec![1; arena_bytes], target: vec![2; arena_bytes] }
+        };
+        Self { connections: (0..connections).map(connect).collect(), block_bytes }
+    }
+
+    fn run(&mut self, total_bytes: usize) {
+        let (block_bytes, each) = (self.block_bytes, total_bytes / self.connections.len());
+        std::thread::scope(|scope| {
+            for connection in &mut self.connections {
+                let Connection { sender, receiver, source, target } = connection;
+                scope.spawn(move || raw_send(sender, source, block_bytes, each));
+                scope.spawn(move || raw_receive(receiver, target, block_bytes, each));
+            }
+        });
+    }
+}
+
+/// A table of block numbers, then the blocks; [`BATCH_BYTES`] at a time, and one byte back at the end.
+fn raw_send(stream: &mut TcpStream, source: &[u8], block_bytes: usize, total_bytes: usize) {
+    let blocks = scattered(source.len() / block_bytes, 104_729);
+    let batch = (BATCH_BYTES / block_bytes).max(1);
+    let mut next = blocks.iter().copied().cycle();
+    for _ in 0..total_bytes / block_bytes / batch {
+        let chosen: Vec<usize> = next.by_ref().take(batch).collect();
+        let table: Vec<u8> = chosen.iter().flat_map(|block| [(*block as u64).to_le_bytes(), [0; 8]].concat()).collect();
+        let mut parts = vec![IoSlice::new(&table)];
+        parts.extend(chosen.iter().map(|block| IoSlice::new(&source[block * block_bytes..][..block_bytes])));
+        let mut parts = &mut parts[..];
+        while !parts.is_empty() {
+            let sent = stream.write_vectored(parts).expect("the receiver reads");
+            IoSlice::advance_slices(&mut parts, sent);
+        }
+    }
+    stream.read_exact(&mut [0]).expect("the receiver's word");
+}
+
+fn raw_receive(stream: &mut TcpStream, target: &mut [u8], block_bytes: usize, total_bytes: usize) {
+    let batch = (BATCH_BYTES / block_bytes).max(1);
+    let mut table = vec![0; 16 * batch];
+    for _ in 0..total_bytes / block_bytes / batch {
+        stream.read_exact(&mut table).expect("a table");
+        let mut wanted: Vec<(usize, usize)> = table
+            .chunks_exact(16)
+            .map(|entry| u64::from_le_bytes(entry[..8].try_into().expect("eight bytes")) as usize)
+            .enumerate()
+            .map(|(order, block)| (block, order))
+            .collect();
+        wanted.sort_unstable();
+        // Disjoint mutable blocks in the order of the table.
+        let mut places: Vec<Option<&mut [u8]>> = (0..batch).map(|_| None).collect();
+        let (mut rest, mut at) = (&mut target[..], 0);
+        for (block, order) in wanted {
+            let (place, tail) = rest[(block - at) * block_bytes..].split_at_mut(block_bytes);
+            places[order] = Some(place);
+            (rest, at) = (tail, block + 1);
+        }
+        let mut parts: Vec<IoSliceMut<'_>> = places.into_iter().flatten().map(IoSliceMut::new).collect();
+        let mut parts = &mut parts[..];
+        while !parts.is_empty() {
+            let got = stream.read_vectored(parts).expect("blocks");
+            assert!(got > 0, "the sender hung up");
+            IoSliceMut::advance_slices(&mut parts, got);
+        }
+    }
+    stream.write_all(&[1]).expect("the sender listens");
+}

@@ -1,0 +1,38 @@
+//! Counters of one endpoint.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::api::TransportStats;
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub(crate) sent_bytes: AtomicU64,
+    pub(crate) landed_bytes: AtomicU64,
+    pub(crate) dropped_bytes: AtomicU64,
+    pub(crate) refused_writes: AtomicU64,
+    pub(crate) sessions_up: AtomicU64,
+    pub(crate) sessions_down: AtomicU64,
+    pub(crate) refused_peers: AtomicU64,
+    pub(crate) posts_live: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn add(counter: &AtomicU64, more: u64) {
+        counter.fetch_add(more, Ordering::Relaxed);
+    }
+
+    pub(crate) fn snapshot(&self, grants_live: u64) -> TransportStats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        TransportStats {
+            sent_bytes: read(&self.sent_bytes),
+            landed_bytes: read(&self.landed_bytes),
+            dropped_bytes: read(&self.dropped_bytes),
+            refused_writes: read(&self.refused_writes),
+            sessions_up: read(&self.sessions_up),
+            sessions_down: read(&self.sessions_down),
+            refused_peers: read(&self.refused_peers),
+            grants_live,
+            posts_live: read(&self.posts_live),
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Cutting a write into frames.
+
+use std::sync::Arc;
+
+use kvferry_protocol::wire::{
+    FrameHeader, FrameKind, MAX_NOTIFICATION_BYTES, MAX_TABLE_BYTES, encode_table, extent_table_bytes, slice_extents,
+};
+
+use super::post::Post;
+use crate::ffi::MAX_RUNS;
+use crate::raw::RawRun;
+
+/// Cuts fall on multiples of this, unless they fall on a border between runs: memory is copied faster from aligned addresses.
+const CUT_BYTES: u64 = 64;
+
+/// A part of a write that travels in one frame.
+pub(crate) struct FrameCut {
+    pub(crate) post: Arc<Post>,
+    pub(crate) payload_bytes: u64,
+    /// Header and table.
+    pub(crate) head: Vec<u8>,
+    /// The payload's memory; read only under the guard of the post's source.
+    pub(crate) runs: Vec<RawRun>,
+}
+
+impl FrameCut {
+    /// Cuts frame `frame` of a post, which begins at byte `from` and has at most about `frame_bytes`. `None` if the post ended.
+    pub(crate) fn new(post: &Arc<Post>, from: u64, frame: u32, frame_bytes: u64, version: u16) -> Option<Self> {
+        let mut runs = Vec::new();
+        let source = post.read_source()?;
+        let want = post.bytes.min(from + frame_bytes) - from;
+        // One run is left for the head.
+        let got = source.append_runs(from, from + want, MAX_RUNS - 1, &mut runs);
+        drop(source);
+        let bytes = align(&runs, got, got == post.bytes - from, frame_bytes);
+        let (extents, bytes) = cut_extents(post, from, bytes);
+        shorten(&mut runs, bytes);
+        let notification: &[u8] = if frame == 0 { &post.notification } else { &[] };
+        let mut table = Vec::new();
+        encode_table(&extents, notification, &mut table);
+        let header = FrameHeader {
+            grant: post.grant.0,
+            sequence: post.sequence,
+            frame,
+            extents: extents.len() as u16,
+            notification_bytes: notification.len() as u16,
+            payload_bytes: bytes as u32,
+            write_bytes: post.bytes,
+            ..FrameHeader::with_body(FrameKind::Data, &table)
+        };
+        let mut head = header.encode(version).to_vec();
+        head.append(&mut table);
+        Some(Self { post: Arc::clone(post), payload_bytes: bytes, head, runs })
+    }
+}
+
+/// How many of the `got` bytes go into the frame: up to the last border between runs if that is in the frame's second half,
+/// else a multiple of [`CUT_BYTES`].
+fn align(runs: &[RawRun], got: u64, is_last: bool, frame_bytes: u64) -> u64 {
+    let last_run = runs.last().map_or(0, |run| run.bytes() as u64);
+    if is_last || last_run == 0 {
+        return got;
+    }
+    let border = got - last_run;
+    if border >= frame_bytes / 2 {
+        return border;
+    }
+    match got - got % CUT_BYTES {
+        0 => got,
+        aligned => aligned,
+    }
+}
+
+/// The extents of bytes `from..from + bytes`, as many as a table holds, and how many bytes they hold.
+fn cut_extents(post: &Post, from: u64, bytes: u64) -> (Vec<kvferry_protocol::pages::Extent>, u64) {
+    let mut extents = Vec::new();
+    let (mut table_bytes, mut at) = (0, from);
+    let first = post.extent_starts.partition_point(|&start| start <= from).saturating_sub(1);
+    'fill: for (extent, start) in post.extents.iter().zip(&post.extent_starts).skip(first) {
+        let mut slices = Vec::new();
+        slice_extents(extent, at - start, from + bytes - start, &mut slices);
+        for slice in slices {
+            table_bytes += extent_table_bytes(&slice);
+            if table_bytes > MAX_TABLE_BYTES - MAX_NOTIFICATION_BYTES {
+                break 'fill;
+            }
+            at += slice.bytes().unwrap_or(0);
+            extents.push(slice);
+        }
+        if at >= from + bytes {
+            break;
+        }
+    }
+    (extents, at - from)
+}
+
+fn shorten(runs: &mut Vec<RawRun>, bytes: u64) {
+    let mut left = bytes as usize;
+    for (at, run) in runs.iter_mut().enumerate() {
+        *run = run.keep(left);
+        left -= run.bytes();
+        if left == 0 {
+            runs.truncate(at + 1);
+            return;
+        }
+    }
+}

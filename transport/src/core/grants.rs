@@ -1,0 +1,185 @@
+//! Grants: who may place bytes where, until when.
+//!
+//! Lock order: the table, then a grant's guard, then its progress. A lane holds the guard for reading while it is inside one
+//! system call that places bytes; `revoke` takes it for writing, so it waits for exactly those calls.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+
+use bytes::Bytes;
+use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::Refusal;
+
+use super::progress::{FrameWords, Progress};
+use super::random;
+use super::runs::RunList;
+use super::window::Window;
+use crate::api::GrantKey;
+use crate::error::TransportError;
+use crate::raw::RawRun;
+
+/// Numbers the sessions of one endpoint.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct SessionKey(pub(crate) u64);
+
+/// One grant.
+pub(crate) struct Grant {
+    pub(crate) key: GrantKey,
+    session: SessionKey,
+    window: Window,
+    alive: RwLock<bool>,
+    progress: Mutex<Progress>,
+}
+
+/// Proof that the grant is alive and stays so while this is held.
+pub(crate) struct Placing<'a>(#[expect(dead_code, reason = "held for its drop")] RwLockReadGuard<'a, bool>);
+
+impl Grant {
+    pub(crate) fn window_bytes(&self) -> u64 {
+        self.window.bytes()
+    }
+
+    /// Takes a frame, or says why not. The caller has checked its extents against the window.
+    pub(crate) fn admit(&self, words: FrameWords, notification: &[u8]) -> Result<(), Refusal> {
+        let alive = self.alive.read().unwrap_or_else(PoisonError::into_inner);
+        if !*alive {
+            return Err(Refusal::UnknownGrant);
+        }
+        self.progress().admit(words, notification)
+    }
+
+    /// Permits to place bytes of one write for as long as the result is held: for one system call.
+    pub(crate) fn place(&self, sequence: u32) -> Result<Placing<'_>, Refusal> {
+        let alive = self.alive.read().unwrap_or_else(PoisonError::into_inner);
+        if !*alive {
+            return Err(Refusal::UnknownGrant);
+        }
+        if !self.progress().is_open(sequence) {
+            return Err(Refusal::Cancelled);
+        }
+        Ok(Placing(alive))
+    }
+
+    /// A frame's payload is in place; `complete` is called with the notification if it was the write's last, before a revoke
+    /// that begins meanwhile returns.
+    pub(crate) fn land(&self, words: FrameWords, complete: impl FnOnce(Bytes)) -> Result<bool, Refusal> {
+        let alive = self.alive.read().unwrap_or_else(PoisonError::into_inner);
+        if !*alive {
+            return Err(Refusal::UnknownGrant);
+        }
+        let notification = self.progress().land(words)?;
+        let is_complete = notification.is_some();
+        if let Some(notification) = notification {
+            complete(notification);
+        }
+        Ok(is_complete)
+    }
+
+    pub(crate) fn refuse(&self, sequence: u32) {
+        self.progress().refuse(sequence);
+    }
+
+    /// Ends a write at the sender's wish: after this none of its bytes is placed. Returns whether it was complete before.
+    pub(crate) fn cancel(&self, sequence: u32) -> bool {
+        let complete = self.progress().cancel(sequence);
+        // Waits for a lane that looked before and is still placing.
+        drop(self.alive.write().unwrap_or_else(PoisonError::into_inner));
+        complete
+    }
+
+    /// Appends the memory of the extents' bytes from `done` on, at most `max_runs` runs. Returns how many bytes.
+    pub(crate) fn append_runs(&self, extents: &RunList, done: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
+        let mut appended = 0;
+        extents.walk(done, extents.bytes(), |_, offset, bytes| {
+            let got = self.window.append_runs(offset, offset + bytes, max_runs, out);
+            appended += got;
+            if got == bytes && out.len() < max_runs {
+                std::ops::ControlFlow::Continue(())
+            } else {
+                std::ops::ControlFlow::Break(())
+            }
+        });
+        appended
+    }
+
+    fn kill(&self) {
+        *self.alive.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
+    fn progress(&self) -> std::sync::MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// All live grants of an endpoint, by key and by session.
+pub(crate) struct GrantTable {
+    state: RwLock<State>,
+    max_grants: usize,
+}
+
+#[derive(Default)]
+struct State {
+    grants: HashMap<GrantKey, Arc<Grant>>,
+    sessions: HashMap<SessionKey, HashSet<GrantKey>>,
+}
+
+impl GrantTable {
+    pub(crate) fn new(max_grants: usize) -> Self {
+        Self { state: RwLock::default(), max_grants }
+    }
+
+    pub(crate) fn open_session(&self, session: SessionKey) {
+        self.write().sessions.insert(session, HashSet::new());
+    }
+
+    /// Revokes all that was granted to a session; nothing more can be.
+    pub(crate) fn close_session(&self, session: SessionKey) {
+        let keys = self.write().sessions.remove(&session).unwrap_or_default();
+        for key in keys {
+            self.revoke(key);
+        }
+    }
+
+    pub(crate) fn add(&self, peer: &PeerId, session: SessionKey, window: Window) -> Result<GrantKey, TransportError> {
+        let key = GrantKey(u128::from_le_bytes(random()));
+        let grant = Grant { key, session, window, alive: RwLock::new(true), progress: Mutex::default() };
+        let mut state = self.write();
+        if state.grants.len() >= self.max_grants {
+            let (found, limit) = (state.grants.len() as u64 + 1, self.max_grants as u64);
+            return Err(TransportError::Limit { what: "live grants", found, limit });
+        }
+        let of_session = state.sessions.get_mut(&session);
+        let of_session = of_session.ok_or_else(|| TransportError::NotConnected { peer: peer.to_string() })?;
+        of_session.insert(key);
+        state.grants.insert(key, Arc::new(grant));
+        Ok(key)
+    }
+
+    /// The grant, if it is live and was given to this session.
+    pub(crate) fn find(&self, key: u128, session: SessionKey) -> Option<Arc<Grant>> {
+        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        state.grants.get(&GrantKey(key)).filter(|grant| grant.session == session).cloned()
+    }
+
+    /// After this returns nothing is placed under the grant.
+    ///
+    /// The grant stays in the table until it is dead, so that a second caller waits as long as the first.
+    pub(crate) fn revoke(&self, key: GrantKey) {
+        let grant = self.state.read().unwrap_or_else(PoisonError::into_inner).grants.get(&key).cloned();
+        let Some(grant) = grant else { return };
+        grant.kill();
+        let mut state = self.write();
+        state.grants.remove(&key);
+        if let Some(of_session) = state.sessions.get_mut(&grant.session) {
+            of_session.remove(&key);
+        }
+    }
+
+    pub(crate) fn live(&self) -> u64 {
+        self.state.read().unwrap_or_else(PoisonError::into_inner).grants.len() as u64
+    }
+
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,101 @@
+//! A data frame on its way into granted memory.
+
+use std::sync::Arc;
+
+use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::{FrameHeader, Refusal, WireError, check_extents, decode_table};
+
+use super::Core;
+use super::counters::Counters;
+use super::grants::{Grant, SessionKey};
+use super::progress::FrameWords;
+use super::runs::RunList;
+use crate::api::Event;
+use crate::ffi::MAX_RUNS;
+use crate::raw::{RawRun, advance};
+
+/// A frame that was admitted: its ranges are inside the grant's window.
+pub(crate) struct Inbound {
+    grant: Arc<Grant>,
+    words: FrameWords,
+    extents: RunList,
+    /// How many bytes are in place.
+    done: u64,
+    /// Memory of the next bytes, from `next` on.
+    runs: Vec<RawRun>,
+    next: usize,
+}
+
+impl Inbound {
+    /// Checks a frame, once, against the grants of `session`. `runs` is scratch.
+    pub(crate) fn admit(
+        core: &Core,
+        session: SessionKey,
+        header: &FrameHeader,
+        table: &[u8],
+        mut runs: Vec<RawRun>,
+    ) -> Result<Result<Self, Refusal>, WireError> {
+        let (extents, notification) = decode_table(header, table)?;
+        let Some(grant) = core.grants.find(header.grant, session) else { return Ok(Err(Refusal::UnknownGrant)) };
+        let words = FrameWords {
+            sequence: header.sequence,
+            frame: header.frame,
+            payload_bytes: header.payload_bytes.into(),
+            write_bytes: header.write_bytes,
+        };
+        let checked = check_extents(&extents, grant.window_bytes(), words.payload_bytes)
+            .and_then(|()| RunList::of_extents(&extents).ok_or(Refusal::BadExtent))
+            .and_then(|extents| grant.admit(words, notification).map(|()| extents));
+        Ok(match checked {
+            Ok(extents) => {
+                runs.clear();
+                Ok(Self { grant, words, extents, done: 0, runs, next: 0 })
+            }
+            // A number that was taken says nothing about the write that took it.
+            Err(Refusal::SequenceTaken) => Err(Refusal::SequenceTaken),
+            Err(refusal) => {
+                grant.refuse(words.sequence);
+                Err(refusal)
+            }
+        })
+    }
+
+    /// How many bytes are missing.
+    pub(crate) fn left(&self) -> u64 {
+        self.words.payload_bytes - self.done
+    }
+
+    /// Calls `fill` once with the memory of the next bytes; it says how many it placed. While it runs, a revoke waits.
+    pub(crate) fn place<T>(&mut self, fill: impl FnOnce(&[RawRun]) -> (usize, T)) -> Result<T, Refusal> {
+        if self.next >= self.runs.len() {
+            self.runs.clear();
+            self.next = 0;
+            self.grant.append_runs(&self.extents, self.done, MAX_RUNS, &mut self.runs);
+        }
+        let placing = self.grant.place(self.words.sequence)?;
+        let (placed, result) = fill(&self.runs[self.next..]);
+        drop(placing);
+        self.done += placed as u64;
+        self.next += advance(&mut self.runs[self.next..], placed);
+        Ok(result)
+    }
+
+    /// Counts the frame, all of whose bytes are in place. Returns whether that completed the write, which is an event then.
+    pub(crate) fn land(&self, core: &Core, peer: &PeerId) -> Result<bool, Refusal> {
+        Counters::add(&core.counters.landed_bytes, self.words.payload_bytes);
+        self.grant.land(self.words, |notification| {
+            core.events.push(Event::Landed {
+                peer: peer.clone(),
+                grant: self.grant.key,
+                sequence: self.words.sequence,
+                bytes: self.words.write_bytes,
+                notification,
+            });
+        })
+    }
+
+    /// The scratch, for the next frame.
+    pub(crate) fn into_scratch(self) -> Vec<RawRun> {
+        self.runs
+    }
+}

@@ -1,0 +1,87 @@
+//! What all transports share: regions, windows, grants, posts, events, counters.
+//!
+//! Lock order: a session's outbox, then a post's source; the grant table, then a grant's guard, then its progress. The event
+//! queue is taken last, under any of them, and takes none.
+
+mod counters;
+mod cut;
+mod events;
+mod grants;
+mod inbound;
+mod outbox;
+mod post;
+mod progress;
+mod regions;
+mod runs;
+mod superseded;
+mod window;
+
+pub(crate) use counters::Counters;
+pub(crate) use cut::FrameCut;
+pub(crate) use events::EventQueue;
+pub(crate) use grants::{GrantTable, SessionKey};
+pub(crate) use inbound::Inbound;
+pub(crate) use outbox::Outbox;
+pub(crate) use post::Post;
+pub(crate) use regions::RegionTable;
+pub(crate) use superseded::{Superseded, is_other_start};
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvferry_protocol::pages::Pages;
+use kvferry_protocol::{PeerId, RegionId};
+
+use crate::api::{GrantKey, Memory, PostId, TransportStats};
+use crate::error::TransportError;
+
+/// One endpoint's part that does not depend on how bytes travel.
+pub(crate) struct Core {
+    pub(crate) regions: RegionTable,
+    pub(crate) grants: GrantTable,
+    pub(crate) events: EventQueue,
+    pub(crate) counters: Counters,
+    next_post: AtomicU64,
+    next_session: AtomicU64,
+}
+
+impl Core {
+    pub(crate) fn new(max_grants: usize, max_events: usize) -> Self {
+        Self {
+            regions: RegionTable::new(),
+            grants: GrantTable::new(max_grants),
+            events: EventQueue::new(max_events),
+            counters: Counters::default(),
+            next_post: AtomicU64::new(1),
+            next_session: AtomicU64::new(1),
+        }
+    }
+
+    pub(crate) fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        self.regions.add(memory)
+    }
+
+    pub(crate) fn grant(&self, peer: &PeerId, session: SessionKey, pages: &Pages) -> Result<GrantKey, TransportError> {
+        let window = self.regions.window(pages, "a granted page")?;
+        self.grants.add(peer, session, window)
+    }
+
+    pub(crate) fn next_post(&self) -> PostId {
+        PostId(self.next_post.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(crate) fn next_session(&self) -> SessionKey {
+        SessionKey(self.next_session.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(crate) fn stats(&self) -> TransportStats {
+        self.counters.snapshot(self.grants.live())
+    }
+}
+
+/// Fills an array with bytes that nobody can guess.
+pub(crate) fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    // Without randomness no grant is safe from guessing, and no operating system that we run on fails here.
+    getrandom::fill(&mut bytes).expect("the operating system has randomness");
+    bytes
+}

@@ -1,0 +1,148 @@
+//! The posts of one session: what lanes pull from, and what waits for the receiver's word.
+//!
+//! Each post is *queued* (no frame pulled), *sending*, *sent* (waits for the word), or *cancelling* (waits for the word, and its
+//! source is already let go), until it *ended* and is forgotten. Ends are reported under the outbox's lock, so that when
+//! [`Outbox::close`] returns all of them were.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::Core;
+use super::counters::Counters;
+use super::cut::FrameCut;
+use super::post::Post;
+use crate::api::{Event, GrantKey};
+use crate::error::TransportError;
+
+pub(crate) struct Outbox {
+    state: Mutex<State>,
+    max_posts: usize,
+}
+
+struct State {
+    is_open: bool,
+    queue: VecDeque<Queued>,
+    live: HashMap<(GrantKey, u32), Live>,
+}
+
+struct Queued {
+    post: Arc<Post>,
+    from: u64,
+    frame: u32,
+}
+
+struct Live {
+    post: Arc<Post>,
+    since: Instant,
+    is_started: bool,
+    is_cancelling: bool,
+}
+
+impl Outbox {
+    pub(crate) fn new(max_posts: usize) -> Self {
+        Self { state: Mutex::new(State { is_open: true, queue: VecDeque::new(), live: HashMap::new() }), max_posts }
+    }
+
+    /// Queues a post.
+    pub(crate) fn add(&self, core: &Core, peer: &str, post: Post) -> Result<(), TransportError> {
+        let mut state = self.lock();
+        if !state.is_open {
+            return Err(TransportError::NotConnected { peer: peer.to_owned() });
+        }
+        if state.live.len() >= self.max_posts {
+            let (found, limit) = (state.live.len() as u64 + 1, self.max_posts as u64);
+            return Err(TransportError::Limit { what: "posts to one peer", found, limit });
+        }
+        let key = (post.grant, post.sequence);
+        if state.live.contains_key(&key) {
+            let reason = format!("write {} of this grant is under way", post.sequence);
+            return Err(TransportError::Refused { reason });
+        }
+        let post = Arc::new(post);
+        state.live.insert(
+            key,
+            Live { post: Arc::clone(&post), since: Instant::now(), is_started: false, is_cancelling: false },
+        );
+        state.queue.push_back(Queued { post, from: 0, frame: 0 });
+        Counters::add(&core.counters.posts_live, 1);
+        Ok(())
+    }
+
+    /// Cuts the next frame.
+    pub(crate) fn next_frame(&self, frame_bytes: u64, version: u16) -> Option<FrameCut> {
+        let mut state = self.lock();
+        loop {
+            let queued = state.queue.front_mut()?;
+            let Some(cut) = FrameCut::new(&queued.post, queued.from, queued.frame, frame_bytes, version) else {
+                state.queue.pop_front();
+                continue;
+            };
+            queued.from += cut.payload_bytes;
+            queued.frame += 1;
+            if queued.from >= queued.post.bytes {
+                state.queue.pop_front();
+            }
+            if let Some(live) = state.live.get_mut(&(cut.post.grant, cut.post.sequence)) {
+                live.is_started = true;
+            }
+            return Some(cut);
+        }
+    }
+
+    /// When the post that waits longest was taken.
+    pub(crate) fn oldest_post(&self) -> Option<Instant> {
+        self.lock().live.values().map(|live| live.since).min()
+    }
+
+    /// Ends a post; does nothing if it ended before.
+    pub(crate) fn finish(&self, core: &Core, grant: GrantKey, sequence: u32, outcome: Result<(), TransportError>) {
+        let mut state = self.lock();
+        if let Some(live) = state.live.remove(&(grant, sequence)) {
+            state.queue.retain(|queued| !Arc::ptr_eq(&queued.post, &live.post));
+            end(core, &live.post, outcome);
+        }
+    }
+
+    /// Ends what was not started under a grant, and stops the rest. Returns the numbers that the receiver has to be asked about.
+    pub(crate) fn cancel(&self, core: &Core, grant: GrantKey) -> Vec<u32> {
+        let mut state = self.lock();
+        state.queue.retain(|queued| queued.post.grant != grant);
+        let of_grant = |key: &(GrantKey, u32)| key.0 == grant;
+        let idle: Vec<_> = state.live.extract_if(|key, live| of_grant(key) && !live.is_started).collect();
+        for (_, live) in idle {
+            end(core, &live.post, Err(TransportError::Cancelled));
+        }
+        let mut asked = Vec::new();
+        for (key, live) in state.live.iter_mut().filter(|(key, live)| of_grant(key) && !live.is_cancelling) {
+            live.is_cancelling = true;
+            live.post.release_source();
+            asked.push(key.1);
+        }
+        asked.sort_unstable();
+        asked
+    }
+
+    /// Ends all posts; none is taken any more.
+    pub(crate) fn close(&self, core: &Core, reason: &TransportError) {
+        let mut state = self.lock();
+        state.is_open = false;
+        state.queue.clear();
+        let mut ended: Vec<_> = state.live.drain().map(|(_, live)| live).collect();
+        ended.sort_unstable_by_key(|live| live.post.id);
+        for live in ended {
+            let outcome = if live.is_cancelling { TransportError::Cancelled } else { reason.clone() };
+            end(core, &live.post, Err(outcome));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn end(core: &Core, post: &Post, outcome: Result<(), TransportError>) {
+    post.release_source();
+    core.counters.posts_live.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+    core.events.push(Event::Posted { post: post.id, outcome });
+}

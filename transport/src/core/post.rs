@@ -1,0 +1,177 @@
+//! A write on its way, and the guard of its source.
+
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use bytes::Bytes;
+use kvferry_protocol::pages::Extent;
+
+use super::regions::RegionTable;
+use super::window::Window;
+use crate::api::{GrantKey, PostId, Slab, Source, Write};
+use crate::error::TransportError;
+use crate::raw::RawRun;
+
+/// A write that was taken.
+///
+/// A lane holds the source's guard for reading while it is inside one system call that reads the source; whoever ends the post
+/// takes it for writing, so after the end nothing is read.
+pub(crate) struct Post {
+    pub(crate) id: PostId,
+    pub(crate) grant: GrantKey,
+    pub(crate) sequence: u32,
+    pub(crate) bytes: u64,
+    pub(crate) notification: Bytes,
+    pub(crate) extents: Vec<Extent>,
+    /// Where each extent begins in the stream.
+    pub(crate) extent_starts: Vec<u64>,
+    source: RwLock<Option<Parts>>,
+}
+
+/// The parts of a source, each with its place in the stream.
+struct Parts(Vec<(u64, Part)>);
+
+enum Part {
+    Window(Window),
+    Slab(Arc<dyn Slab>),
+}
+
+impl fmt::Debug for Post {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Post").field("id", &self.id).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+/// Proof that the source may be read while this is held.
+pub(crate) struct Reading<'a>(RwLockReadGuard<'a, Option<Parts>>);
+
+impl Post {
+    /// Checks a write; nothing is kept of one that is refused.
+    pub(crate) fn new(
+        id: PostId,
+        write: &Write,
+        regions: &RegionTable,
+        max_extents: usize,
+        max_notification_bytes: usize,
+    ) -> Result<Self, TransportError> {
+        let limit = |what, found: usize, limit: usize| {
+            let (found, limit) = (found as u64, limit as u64);
+            if found <= limit { Ok(()) } else { Err(TransportError::Limit { what, found, limit }) }
+        };
+        limit("extents of a write", write.extents.len(), max_extents)?;
+        limit("bytes of a notification", write.notification.len(), max_notification_bytes)?;
+        let mut bytes = 0u64;
+        let mut extent_starts = Vec::with_capacity(write.extents.len());
+        for extent in &write.extents {
+            limit("loops of an extent", extent.loops.len(), Extent::MAX_LOOPS)?;
+            extent_starts.push(bytes);
+            let more = extent.end().and_then(|_| extent.bytes()).filter(|&more| more > 0);
+            bytes = more.and_then(|more| bytes.checked_add(more)).ok_or_else(|| TransportError::Range {
+                what: "an extent that is empty or overflows".to_owned(),
+                start: extent.offset,
+                end: extent.end().unwrap_or(u64::MAX),
+                limit: u64::MAX,
+            })?;
+        }
+        let parts = Parts::new(&write.source, regions)?;
+        let source_bytes = parts.bytes();
+        if source_bytes != bytes || bytes == 0 {
+            let what = "the source, against the bytes that its extents hold".to_owned();
+            return Err(TransportError::Range { what, start: 0, end: source_bytes, limit: bytes });
+        }
+        Ok(Self {
+            id,
+            grant: write.grant,
+            sequence: write.sequence,
+            bytes,
+            notification: write.notification.clone(),
+            extents: write.extents.clone(),
+            extent_starts,
+            source: RwLock::new(Some(parts)),
+        })
+    }
+
+    /// Permits to read the source while the result is held: for one system call. `None` after the post's end.
+    pub(crate) fn read_source(&self) -> Option<Reading<'_>> {
+        let source = self.source.read().unwrap_or_else(PoisonError::into_inner);
+        source.is_some().then_some(Reading(source))
+    }
+
+    /// After this returns the source is not read, and a slab is let go.
+    pub(crate) fn release_source(&self) {
+        let released = self.source.write().unwrap_or_else(PoisonError::into_inner).take();
+        drop(released); // outside the lock: a slab may have a drop of its own
+    }
+}
+
+impl Reading<'_> {
+    /// Appends the memory of bytes `from..to`, until `out` has `max_runs`. Returns how many bytes were appended.
+    pub(crate) fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
+        let Some(parts) = self.0.as_ref() else { return 0 };
+        let mut at = from;
+        let first = parts.0.partition_point(|(start, _)| *start <= from).saturating_sub(1);
+        for (start, part) in &parts.0[first..] {
+            if at >= to || out.len() >= max_runs {
+                break;
+            }
+            let part_end = start + part.bytes();
+            let (part_from, part_to) = (at - start, to.min(part_end) - start);
+            let got = part.append_runs(part_from, part_to, max_runs, out);
+            at += got;
+            if got < part_to - part_from {
+                break;
+            }
+        }
+        at - from
+    }
+}
+
+impl Parts {
+    fn new(source: &Source, regions: &RegionTable) -> Result<Self, TransportError> {
+        let mut parts = Vec::new();
+        let mut start = 0u64;
+        match source {
+            Source::Pages(pages) => {
+                for pages in pages {
+                    let part = Part::Window(regions.window(pages, "a source page")?);
+                    let bytes = part.bytes();
+                    if bytes > 0 {
+                        parts.push((start, part));
+                    }
+                    start = start.checked_add(bytes).ok_or(TransportError::Limit {
+                        what: "bytes of a source",
+                        found: u64::MAX,
+                        limit: u64::MAX,
+                    })?;
+                }
+            }
+            Source::Packed(slab) => parts.push((0, Part::Slab(Arc::clone(slab)))),
+        }
+        Ok(Self(parts))
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.last().map_or(0, |(start, part)| start + part.bytes())
+    }
+}
+
+impl Part {
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Window(window) => window.bytes(),
+            Self::Slab(slab) => slab.bytes().len() as u64,
+        }
+    }
+
+    fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
+        match self {
+            Self::Window(window) => window.append_runs(from, to, max_runs, out),
+            Self::Slab(slab) => {
+                // Both are at most the slab's length, which is a `usize`.
+                let run = RawRun::of(slab.bytes()).skip(from as usize).keep((to - from) as usize);
+                out.push(run);
+                run.bytes() as u64
+            }
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! What a receiver remembers of the writes under one grant.
+//!
+//! A write is *open* from its first frame to its last byte, then *ended* for good: its number is never taken again.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use kvferry_protocol::wire::Refusal;
+
+/// How many writes of one grant may be open at once.
+const MAX_OPEN: usize = 1024;
+/// How many holes the numbers of ended writes may have.
+const MAX_HOLES: usize = 4096;
+/// How many frames a write may have: 1 TiB in frames of 1 MiB, remembered in 128 KiB.
+const MAX_FRAMES: u32 = 1 << 20;
+
+/// What a frame says of its write.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FrameWords {
+    pub(crate) sequence: u32,
+    pub(crate) frame: u32,
+    pub(crate) payload_bytes: u64,
+    pub(crate) write_bytes: u64,
+}
+
+#[derive(Default)]
+pub(crate) struct Progress {
+    open: BTreeMap<u32, Open>,
+    ended: Numbers,
+    cancelled: Numbers,
+}
+
+#[derive(Default)]
+struct Open {
+    write_bytes: u64,
+    admitted_bytes: u64,
+    landed_bytes: u64,
+    frames: Vec<u64>,
+    notification: Option<Bytes>,
+}
+
+impl Progress {
+    /// Takes a frame whose payload is about to be placed.
+    pub(crate) fn admit(&mut self, words: FrameWords, notification: &[u8]) -> Result<(), Refusal> {
+        if self.cancelled.contains(words.sequence) {
+            return Err(Refusal::Cancelled);
+        }
+        if self.ended.contains(words.sequence) {
+            return Err(Refusal::SequenceTaken);
+        }
+        if !self.open.contains_key(&words.sequence) && self.open.len() >= MAX_OPEN {
+            return Err(Refusal::TooMany);
+        }
+        let open = self.open.entry(words.sequence).or_default();
+        if open.write_bytes == 0 {
+            open.write_bytes = words.write_bytes;
+        }
+        let admitted = open.admitted_bytes.saturating_add(words.payload_bytes);
+        if open.write_bytes != words.write_bytes || admitted > open.write_bytes || words.frame >= MAX_FRAMES {
+            return Err(Refusal::Inconsistent);
+        }
+        let (word, bit) = (words.frame as usize / 64, 1u64 << (words.frame % 64));
+        if open.frames.len() <= word {
+            open.frames.resize(word + 1, 0);
+        }
+        if open.frames[word] & bit != 0 {
+            return Err(Refusal::SequenceTaken);
+        }
+        open.frames[word] |= bit;
+        open.admitted_bytes = admitted;
+        if words.frame == 0 {
+            open.notification = Some(Bytes::copy_from_slice(notification));
+        }
+        Ok(())
+    }
+
+    /// A frame's payload is in place. Gives the notification if it was the write's last.
+    pub(crate) fn land(&mut self, words: FrameWords) -> Result<Option<Bytes>, Refusal> {
+        // Not open any more: refused or cancelled while another lane was placing it.
+        let Some(open) = self.open.get_mut(&words.sequence) else { return Ok(None) };
+        open.landed_bytes += words.payload_bytes;
+        if open.landed_bytes < open.write_bytes {
+            return Ok(None);
+        }
+        let notification = open.notification.take();
+        self.end(words.sequence)?;
+        notification.map(Some).ok_or(Refusal::Inconsistent)
+    }
+
+    /// Ends a write without its bytes, because a frame of it was refused.
+    pub(crate) fn refuse(&mut self, sequence: u32) {
+        if self.open.contains_key(&sequence) {
+            // If the numbers have too many holes the grant takes no more writes at all.
+            let _ = self.end(sequence);
+        }
+    }
+
+    /// Ends a write at the sender's wish. Returns whether it was complete before.
+    pub(crate) fn cancel(&mut self, sequence: u32) -> bool {
+        if self.ended.contains(sequence) && !self.cancelled.contains(sequence) {
+            return true;
+        }
+        let _ = self.end(sequence);
+        let _ = self.cancelled.insert(sequence);
+        false
+    }
+
+    /// Whether bytes of the write may still be placed.
+    pub(crate) fn is_open(&self, sequence: u32) -> bool {
+        self.open.contains_key(&sequence)
+    }
+
+    fn end(&mut self, sequence: u32) -> Result<(), Refusal> {
+        self.open.remove(&sequence);
+        self.ended.insert(sequence)
+    }
+}
+
+/// A set of numbers, kept as ranges: consecutive numbers cost nothing.
+#[derive(Default)]
+struct Numbers {
+    /// First number of a range, and its last.
+    ranges: BTreeMap<u32, u32>,
+    full: bool,
+}
+
+impl Numbers {
+    fn contains(&self, number: u32) -> bool {
+        self.full || self.ranges.range(..=number).next_back().is_some_and(|(_, &last)| number <= last)
+    }
+
+    fn insert(&mut self, number: u32) -> Result<(), Refusal> {
+        if self.contains(number) {
+            return Ok(());
+        }
+        if self.ranges.len() >= MAX_HOLES {
+            self.full = true;
+            return Err(Refusal::TooMany);
+        }
+        let joins_below =
+            self.ranges.range(..number).next_back().filter(|&(_, &last)| last.checked_add(1) == Some(number));
+        let first = joins_below.map_or(number, |(&first, _)| first);
+        let last = number.checked_add(1).and_then(|next| self.ranges.remove(&next)).unwrap_or(number);
+        self.ranges.insert(first, last);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn words(sequence: u32, frame: u32, payload_bytes: u64) -> FrameWords {
+        FrameWords { sequence, frame, payload_bytes, write_bytes: 10 }
+    }
+
+    #[test]
+    fn a_write_lands_once_with_its_notification_in_whatever_order_its_frames_come() {
+        let mut progress = Progress::default();
+        progress.admit(words(5, 1, 4), b"").unwrap();
+        progress.admit(words(5, 0, 6), b"note").unwrap();
+        assert_eq!(progress.land(words(5, 1, 4)), Ok(None));
+        assert_eq!(progress.land(words(5, 0, 6)), Ok(Some(Bytes::from_static(b"note"))));
+        assert_eq!(progress.admit(words(5, 0, 6), b""), Err(Refusal::SequenceTaken));
+    }
+
+    #[test]
+    fn frames_that_contradict_each_other_are_refused() {
+        let mut progress = Progress::default();
+        progress.admit(words(5, 0, 6), b"").unwrap();
+        assert_eq!(progress.admit(words(5, 0, 4), b""), Err(Refusal::SequenceTaken));
+        assert_eq!(progress.admit(words(5, 1, 5), b""), Err(Refusal::Inconsistent));
+        let other_total = FrameWords { write_bytes: 11, ..words(5, 1, 4) };
+        assert_eq!(progress.admit(other_total, b""), Err(Refusal::Inconsistent));
+        assert_eq!(progress.admit(words(6, MAX_FRAMES, 4), b""), Err(Refusal::Inconsistent));
+    }
+
+    #[test]
+    fn a_cancelled_number_is_taken_and_a_complete_write_cannot_be_cancelled() {
+        let mut progress = Progress::default();
+        progress.admit(words(1, 0, 10), b"").unwrap();
+        assert!(!progress.cancel(1));
+        assert!(!progress.is_open(1));
+        assert_eq!(progress.admit(words(1, 0, 10), b""), Err(Refusal::Cancelled));
+        progress.admit(words(2, 0, 10), b"").unwrap();
+        progress.land(words(2, 0, 10)).unwrap();
+        assert!(progress.cancel(2));
+    }
+
+    #[test]
+    fn open_writes_and_holes_are_limited() {
+        let mut progress = Progress::default();
+        for sequence in 0..MAX_OPEN as u32 {
+            progress.admit(words(sequence, 0, 10), b"").unwrap();
+        }
+        assert_eq!(progress.admit(words(u32::MAX, 0, 10), b""), Err(Refusal::TooMany));
+        let mut numbers = Numbers::default();
+        for at in 0..MAX_HOLES as u32 {
+            numbers.insert(2 * at).unwrap();
+        }
+        assert_eq!(numbers.insert(u32::MAX), Err(Refusal::TooMany));
+        assert!(numbers.contains(1), "after that nothing is taken");
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn numbers_agree_with_a_set(inserted in proptest::collection::vec(0u32..40, 0..60)) {
+            let (mut numbers, mut set) = (Numbers::default(), BTreeSet::new());
+            for number in inserted {
+                numbers.insert(number).unwrap();
+                set.insert(number);
+                for probe in 0..41 {
+                    assert_eq!(numbers.contains(probe), set.contains(&probe));
+                }
+            }
+            let holes = set.iter().filter(|&&n| n == 0 || !set.contains(&(n - 1))).count();
+            assert_eq!(numbers.ranges.len(), holes);
+        }
+    }
+}

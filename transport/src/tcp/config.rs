@@ -1,0 +1,219 @@
+//! How a TCP endpoint is set up.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES};
+use serde::Deserialize;
+
+/// The keys of a configuration file's `[tcp]` table; every key has a default.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TcpConfigFile {
+    /// Where to listen; port 0 lets the system choose.
+    pub listen: SocketAddr,
+    /// What peers are told, if it is not where we listen (NAT, a wildcard address); port 0 stands for the port that we listen on.
+    pub advertise: Option<SocketAddr>,
+    /// Data lanes to a peer on this host.
+    pub lanes_same_host: u16,
+    /// Data lanes to a peer on another host.
+    pub lanes_remote: u16,
+    /// Threads that carry payload, for all peers together.
+    pub data_threads: u16,
+    /// Kernel buffers of a data lane, each way; without it 128 KiB on this host and the system's choice to others.
+    pub socket_buffer_bytes: Option<u32>,
+    /// The most payload bytes of a frame.
+    pub frame_bytes: u32,
+    /// How long a handshake may take.
+    pub handshake_ms: u64,
+    /// How often the control lane is tried when nothing else is said.
+    pub keepalive_ms: u64,
+    /// How long nothing may move before the session is given up.
+    pub stall_ms: u64,
+    /// The wait before the first new attempt; it doubles with each.
+    pub redial_first_ms: u64,
+    /// The longest wait between attempts.
+    pub redial_longest_ms: u64,
+    /// Where the jitter of those waits begins; give each endpoint another.
+    pub redial_seed: u64,
+    /// The most peers, and the most addresses to reach.
+    pub max_peers: u32,
+    /// The most connections at once that have not proved themselves.
+    pub max_unauthenticated: u32,
+    /// The most grants at once.
+    pub max_grants: u32,
+    /// The most posts to one peer at once.
+    pub max_posts: u32,
+    /// The most events that wait to be polled before nothing more is read from peers.
+    pub max_events: u32,
+    /// The most bytes of messages that wait for one peer.
+    pub max_queued_message_bytes: u32,
+    /// What a link carries at most, each way, in 10^9 bits of payload a second; for showing slow networks on one machine.
+    pub link_gbps: Option<f64>,
+}
+
+impl Default for TcpConfigFile {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
+            advertise: None,
+            lanes_same_host: 2,
+            lanes_remote: 4,
+            data_threads: 2,
+            socket_buffer_bytes: None,
+            frame_bytes: 1 << 20,
+            handshake_ms: 5_000,
+            keepalive_ms: 1_000,
+            stall_ms: 10_000,
+            redial_first_ms: 50,
+            redial_longest_ms: 2_000,
+            redial_seed: 0,
+            max_peers: 64,
+            max_unauthenticated: 32,
+            max_grants: 1 << 16,
+            max_posts: 4096,
+            max_events: 1 << 16,
+            max_queued_message_bytes: 16 << 20,
+            link_gbps: None,
+        }
+    }
+}
+
+/// A setup that was checked; see [`TcpConfigFile`] for its meaning.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(try_from = "TcpConfigFile")]
+pub struct TcpConfig {
+    pub(crate) listen: SocketAddr,
+    pub(crate) advertise: Option<SocketAddr>,
+    pub(crate) lanes_same_host: u16,
+    pub(crate) lanes_remote: u16,
+    pub(crate) data_threads: usize,
+    pub(crate) socket_buffer_bytes: Option<usize>,
+    pub(crate) frame_bytes: u64,
+    pub(crate) handshake: Duration,
+    pub(crate) keepalive: Duration,
+    pub(crate) stall: Duration,
+    pub(crate) redial_first: Duration,
+    pub(crate) redial_longest: Duration,
+    pub(crate) redial_seed: u64,
+    pub(crate) max_peers: usize,
+    pub(crate) max_unauthenticated: usize,
+    pub(crate) max_grants: usize,
+    pub(crate) max_posts: usize,
+    pub(crate) max_events: usize,
+    pub(crate) max_queued_message_bytes: usize,
+    pub(crate) link_bytes_per_second: Option<f64>,
+}
+
+/// A value that cannot be.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("tcp.{key} = {found}: {fix}")]
+pub struct ConfigError {
+    /// Which key.
+    pub key: &'static str,
+    /// Its value.
+    pub found: String,
+    /// What it may be.
+    pub fix: String,
+}
+
+impl Default for TcpConfig {
+    fn default() -> Self {
+        // The defaults pass their own checks: a test says so.
+        Self::unchecked(&TcpConfigFile::default())
+    }
+}
+
+impl TryFrom<TcpConfigFile> for TcpConfig {
+    type Error = ConfigError;
+
+    fn try_from(file: TcpConfigFile) -> Result<Self, Self::Error> {
+        let within = |key, found: u64, least: u64, most: u64| {
+            let fix = || format!("give {least} to {most}");
+            let wrong = found < least || found > most;
+            if wrong { Err(ConfigError { key, found: found.to_string(), fix: fix() }) } else { Ok(()) }
+        };
+        const HOUR_MS: u64 = 3_600_000;
+        within("lanes_same_host", file.lanes_same_host.into(), 1, MAX_LANES.into())?;
+        within("lanes_remote", file.lanes_remote.into(), 1, MAX_LANES.into())?;
+        within("data_threads", file.data_threads.into(), 1, 64)?;
+        within("frame_bytes", file.frame_bytes.into(), 4 << 10, MAX_PAYLOAD_BYTES as u64)?;
+        within("handshake_ms", file.handshake_ms, 1, HOUR_MS)?;
+        within("keepalive_ms", file.keepalive_ms, 1, HOUR_MS)?;
+        within("stall_ms", file.stall_ms, file.keepalive_ms.saturating_mul(2), HOUR_MS)?;
+        within("redial_first_ms", file.redial_first_ms, 1, HOUR_MS)?;
+        within("redial_longest_ms", file.redial_longest_ms, file.redial_first_ms, HOUR_MS)?;
+        within("max_peers", file.max_peers.into(), 1, 4096)?;
+        within("max_unauthenticated", file.max_unauthenticated.into(), 1, 4096)?;
+        within("max_grants", file.max_grants.into(), 1, 1 << 24)?;
+        within("max_posts", file.max_posts.into(), 1, 1 << 20)?;
+        within("max_events", file.max_events.into(), 1, 1 << 24)?;
+        within("max_queued_message_bytes", file.max_queued_message_bytes.into(), 1 << 10, 1 << 30)?;
+        if let Some(bytes) = file.socket_buffer_bytes {
+            within("socket_buffer_bytes", bytes.into(), 4 << 10, 1 << 30)?;
+        }
+        if let Some(gbps) = file.link_gbps
+            && !(0.001..=10_000.0).contains(&gbps)
+        {
+            let fix = "give 0.001 to 10000, or leave it out".to_owned();
+            return Err(ConfigError { key: "link_gbps", found: gbps.to_string(), fix });
+        }
+        Ok(Self::unchecked(&file))
+    }
+}
+
+impl TcpConfig {
+    fn unchecked(file: &TcpConfigFile) -> Self {
+        Self {
+            listen: file.listen,
+            advertise: file.advertise,
+            lanes_same_host: file.lanes_same_host,
+            lanes_remote: file.lanes_remote,
+            data_threads: file.data_threads.into(),
+            socket_buffer_bytes: file.socket_buffer_bytes.map(|bytes| bytes as usize),
+            frame_bytes: file.frame_bytes.into(),
+            handshake: Duration::from_millis(file.handshake_ms),
+            keepalive: Duration::from_millis(file.keepalive_ms),
+            stall: Duration::from_millis(file.stall_ms),
+            redial_first: Duration::from_millis(file.redial_first_ms),
+            redial_longest: Duration::from_millis(file.redial_longest_ms),
+            redial_seed: file.redial_seed,
+            max_peers: file.max_peers as usize,
+            max_unauthenticated: file.max_unauthenticated as usize,
+            max_grants: file.max_grants as usize,
+            max_posts: file.max_posts as usize,
+            max_events: file.max_events as usize,
+            max_queued_message_bytes: file.max_queued_message_bytes as usize,
+            link_bytes_per_second: file.link_gbps.map(|gbps| gbps * 1e9 / 8.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_pass_their_own_checks() {
+        TcpConfig::try_from(TcpConfigFile::default()).unwrap();
+    }
+
+    #[test]
+    fn a_wrong_value_is_named_with_its_key_and_the_fix() {
+        let base = TcpConfigFile::default;
+        for (key, file) in [
+            ("lanes_same_host", TcpConfigFile { lanes_same_host: 0, ..base() }),
+            ("lanes_remote", TcpConfigFile { lanes_remote: 17, ..base() }),
+            ("frame_bytes", TcpConfigFile { frame_bytes: 1, ..base() }),
+            ("stall_ms", TcpConfigFile { keepalive_ms: 10, stall_ms: 19, ..base() }),
+            ("redial_longest_ms", TcpConfigFile { redial_longest_ms: 1, ..base() }),
+            ("socket_buffer_bytes", TcpConfigFile { socket_buffer_bytes: Some(1), ..base() }),
+            ("link_gbps", TcpConfigFile { link_gbps: Some(f64::NAN), ..base() }),
+            ("link_gbps", TcpConfigFile { link_gbps: Some(0.0), ..base() }),
+        ] {
+            let error = TcpConfig::try_from(file).unwrap_err();
+            assert_eq!(error.key, key);
+            assert!(error.to_string().contains("give"), "{error}");
+        }
+    }
+}

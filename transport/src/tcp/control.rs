@@ -1,0 +1,236 @@
+//! The control lane of a session that is up: messages, keep-alives, the session's end.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GOODBYE_BYTES, Refusal};
+use rustix::event::{PollFd, PollFlags};
+
+use super::session::Session;
+use crate::api::Event;
+use crate::core::Core;
+use crate::error::TransportError;
+
+/// How many frames are read before the thread looks at its other peers.
+const TURN_FRAMES: usize = 64;
+
+pub(crate) struct Control {
+    pub(crate) session: Arc<Session>,
+    stream: TcpStream,
+    input: Vec<u8>,
+    /// The header of the frame whose body is being read.
+    header: Option<FrameHeader>,
+    output: Vec<u8>,
+    sent: usize,
+    /// Answers that the lane itself owes.
+    answers: Vec<u8>,
+    heard_at: Instant,
+    ping_at: Instant,
+    pub(crate) again: bool,
+    is_held_back: bool,
+}
+
+impl Control {
+    pub(crate) fn new(session: Arc<Session>, stream: TcpStream, now: Instant, keepalive: Duration) -> Self {
+        Self {
+            session,
+            stream,
+            input: Vec::new(),
+            header: None,
+            output: Vec::new(),
+            sent: 0,
+            answers: Vec::new(),
+            heard_at: now,
+            ping_at: now + keepalive,
+            again: true,
+            is_held_back: false,
+        }
+    }
+
+    pub(crate) fn entry(&self) -> Option<PollFd<'_>> {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::IN, !self.is_held_back);
+        flags.set(PollFlags::OUT, self.sent < self.output.len());
+        (!flags.is_empty()).then(|| PollFd::from_borrowed_fd(self.stream.as_fd(), flags))
+    }
+
+    /// Whether it does not listen because nobody polls.
+    pub(crate) fn held_back(&self) -> bool {
+        self.is_held_back
+    }
+
+    /// When something is to be done unprompted.
+    pub(crate) fn poll_timeout(&self, stall: Duration) -> Instant {
+        let busy_until = self.heard_at + stall;
+        self.ping_at.min(busy_until)
+    }
+
+    /// Does what can be done without waiting.
+    ///
+    /// # Errors
+    /// [`TransportError`] if the session is over.
+    pub(crate) fn turn(
+        &mut self,
+        core: &Core,
+        now: Instant,
+        keepalive: Duration,
+        stall: Duration,
+    ) -> Result<(), TransportError> {
+        self.again = false;
+        self.read(core, now)?;
+        self.check_time(now, keepalive, stall)?;
+        self.write()
+    }
+
+    fn check_time(&mut self, now: Instant, keepalive: Duration, stall: Duration) -> Result<(), TransportError> {
+        let stalled = |operation, waited: Duration| {
+            let waited_ms = waited.as_millis() as u64;
+            Err(TransportError::Stalled { peer: self.session.name.clone(), operation, waited_ms })
+        };
+        let silent = now.saturating_duration_since(self.heard_at);
+        if self.is_held_back {
+            self.heard_at = now; // it is we who do not listen
+        } else if silent >= stall {
+            return stalled("the control lane", silent);
+        }
+        let idle = self.session.idle_for(now);
+        if idle >= stall
+            && self.session.outbox.oldest_post().is_some_and(|at| now.saturating_duration_since(at) >= stall)
+        {
+            return stalled("the writes to it", idle);
+        }
+        if now >= self.ping_at {
+            self.ping_at = now + keepalive;
+            self.answer(FrameHeader::empty(FrameKind::Ping));
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, core: &Core, now: Instant) -> Result<(), TransportError> {
+        for _ in 0..TURN_FRAMES {
+            self.is_held_back = core.events.is_full();
+            if self.is_held_back {
+                return Ok(());
+            }
+            let wants = self.header.map_or(FrameHeader::BYTES, |header| header.table_bytes as usize);
+            if !self.fill(wants, now)? {
+                return Ok(());
+            }
+            let input = std::mem::take(&mut self.input);
+            match self.header.take() {
+                Some(header) => self.take(core, &header, input)?,
+                None => {
+                    let bytes = input.first_chunk().ok_or_else(|| self.wrong("a short header".to_owned()))?;
+                    let header = FrameHeader::decode(bytes, self.session.version);
+                    let header = header.map_err(|error| self.wrong(error.to_string()))?;
+                    if header.table_bytes > 0 {
+                        self.header = Some(header);
+                    } else {
+                        self.take(core, &header, Vec::new())?;
+                    }
+                }
+            }
+        }
+        self.again = true;
+        Ok(())
+    }
+
+    fn take(&mut self, core: &Core, header: &FrameHeader, body: Vec<u8>) -> Result<(), TransportError> {
+        header.check_table(&body).map_err(|error| self.wrong(error.to_string()))?;
+        let session = Arc::clone(&self.session);
+        match header.kind {
+            FrameKind::Message => {
+                core.events.push(Event::Message { peer: session.peer.clone(), message: Bytes::from(body) });
+            }
+            FrameKind::Ping => self.answer(FrameHeader::empty(FrameKind::Pong)),
+            FrameKind::Pong => {}
+            FrameKind::Ack | FrameKind::Refuse => {
+                session.verdict(core, header.grant, header.sequence, header.refusal);
+            }
+            FrameKind::Cancel => {
+                let grant = core.grants.find(header.grant, session.key);
+                let word = if grant.is_some_and(|grant| grant.cancel(header.sequence)) {
+                    FrameHeader::about(FrameKind::Ack, None, header.grant, header.sequence)
+                } else {
+                    let refusal = Some(Refusal::Cancelled);
+                    FrameHeader::about(FrameKind::Refuse, refusal, header.grant, header.sequence)
+                };
+                self.answer(word);
+            }
+            FrameKind::Goodbye => {
+                let reason = String::from_utf8_lossy(&body).chars().filter(|c| !c.is_control()).collect();
+                return Err(TransportError::Ended { peer: session.name.clone(), reason });
+            }
+            FrameKind::Data => return Err(self.wrong("payload on the control lane".to_owned())),
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, header: FrameHeader) {
+        self.answers.extend_from_slice(&header.encode(self.session.version));
+    }
+
+    fn write(&mut self) -> Result<(), TransportError> {
+        loop {
+            if self.sent == self.output.len() {
+                self.sent = 0;
+                self.output = std::mem::take(&mut self.answers);
+                if self.output.is_empty() {
+                    match self.session.next_control() {
+                        Some(frame) => self.output = frame,
+                        None => return Ok(()),
+                    }
+                }
+            }
+            match (&self.stream).write(&self.output[self.sent..]) {
+                Ok(sent) => self.sent += sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.broken("write the control lane", error)),
+            }
+        }
+    }
+
+    fn fill(&mut self, wants: usize, now: Instant) -> Result<bool, TransportError> {
+        while self.input.len() < wants {
+            let got = self.input.len();
+            self.input.resize(wants, 0);
+            let result = (&self.stream).read(&mut self.input[got..]);
+            self.input.truncate(got + result.as_ref().unwrap_or(&0));
+            match result {
+                Ok(0) => return Err(self.broken("read the control lane", io::ErrorKind::UnexpectedEof.into())),
+                Ok(_) => self.heard_at = now,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.broken("read the control lane", error)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Says why the session ends, if that can be said without waiting, and closes the lane.
+    pub(crate) fn close(mut self, reason: Option<&str>) {
+        if let Some(reason) = reason {
+            let end = reason.floor_char_boundary(MAX_GOODBYE_BYTES);
+            let body = &reason.as_bytes()[..end];
+            let mut goodbye = FrameHeader::with_body(FrameKind::Goodbye, body).encode(self.session.version).to_vec();
+            goodbye.extend_from_slice(body);
+            self.answers.append(&mut goodbye);
+            // The peer also learns it from the connection's end.
+            let _ = self.write();
+        }
+        let _ = self.stream.shutdown(std::net::Shutdown::Write);
+    }
+
+    fn wrong(&self, problem: String) -> TransportError {
+        TransportError::Protocol { peer: self.session.name.clone(), problem }
+    }
+
+    fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
+        TransportError::Io { peer: self.session.name.clone(), operation, source: Arc::new(source) }
+    }
+}

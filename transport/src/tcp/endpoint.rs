@@ -1,0 +1,263 @@
+//! The endpoint that callers hold.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvferry_protocol::pages::Pages;
+use kvferry_protocol::wire::{
+    ClusterKey, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
+};
+use kvferry_protocol::{PeerId, RegionId};
+
+use super::config::TcpConfig;
+use super::data::DataThread;
+use super::driver;
+use super::session::Session;
+use super::socket;
+use super::wake::Waker;
+use crate::api::{
+    Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
+};
+use crate::core::{Core, Post, SessionKey};
+use crate::error::TransportError;
+
+/// The most extents of one post.
+const MAX_EXTENTS: usize = 1 << 16;
+/// Runs shorter than this are cheaper to pack first: benches/tcp_goodput.rs.
+const DIRECT_RUN_BYTES: u64 = 4 << 10;
+
+/// A TCP endpoint. Dropping it shuts it down.
+pub struct Tcp {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What callers, the control thread and the data threads share.
+pub(crate) struct Shared {
+    pub(crate) core: Core,
+    pub(crate) config: TcpConfig,
+    pub(crate) key: ClusterKey,
+    pub(crate) peer: PeerId,
+    pub(crate) greeting: Bytes,
+    pub(crate) address: SocketAddr,
+    pub(crate) state: Mutex<State>,
+    pub(crate) waker: Waker,
+    pub(crate) data: Vec<DataThread>,
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    pub(crate) sessions: HashMap<PeerId, Arc<Session>>,
+    /// Addresses that callers want reached.
+    pub(crate) wanted: Vec<SocketAddr>,
+    pub(crate) commands: VecDeque<Command>,
+    pub(crate) is_stopping: bool,
+}
+
+/// What the control thread is told.
+pub(crate) enum Command {
+    Connect(SocketAddr),
+    Disconnect { peer: PeerId, reason: String },
+    Broken { session: SessionKey, reason: TransportError },
+}
+
+impl Tcp {
+    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `key` is the cluster's.
+    ///
+    /// # Errors
+    /// [`TransportError::Io`] if the address cannot be listened on; [`TransportError::Limit`] if the greeting is too long.
+    pub fn bind(config: TcpConfig, key: ClusterKey, peer: PeerId, greeting: Bytes) -> Result<Self, TransportError> {
+        limit("bytes of a greeting", greeting.len(), MAX_GREETING_BYTES)?;
+        let broken = |operation| {
+            let peer = config.listen.to_string();
+            move |source| TransportError::Io { peer, operation, source: Arc::new(source) }
+        };
+        let listener = socket::listen(config.listen).map_err(broken("listen"))?;
+        let bound = listener.local_addr().map_err(broken("listen"))?;
+        let address = match config.advertise {
+            Some(advertised) if advertised.port() == 0 => SocketAddr::new(advertised.ip(), bound.port()),
+            Some(advertised) => advertised,
+            None => bound,
+        };
+        let data = (0..config.data_threads).map(|_| DataThread::new()).collect::<Result<Vec<_>, _>>();
+        let shared = Arc::new(Shared {
+            core: Core::new(config.max_grants, config.max_events),
+            data: data.map_err(broken("make an eventfd"))?,
+            waker: Waker::new().map_err(broken("make an eventfd"))?,
+            key,
+            peer,
+            greeting,
+            address,
+            state: Mutex::default(),
+            config: config.clone(),
+        });
+        let tcp = Self { shared, threads: Mutex::default() };
+        tcp.start(listener).map_err(broken("start a thread"))?;
+        Ok(tcp)
+    }
+
+    fn start(&self, listener: TcpListener) -> std::io::Result<()> {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        for index in 0..self.shared.data.len() {
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name(format!("tcp-data-{index}"));
+            threads.push(thread.spawn(move || shared.data[index].run(&shared))?);
+        }
+        let shared = Arc::clone(&self.shared);
+        let thread = std::thread::Builder::new().name("tcp-control".to_owned());
+        threads.push(thread.spawn(move || driver::run(&shared, listener))?);
+        Ok(())
+    }
+}
+
+impl Shared {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn command(&self, command: Command) {
+        self.lock().commands.push_back(command);
+        self.waker.wake();
+    }
+
+    fn session(&self, peer: &PeerId) -> Result<Arc<Session>, TransportError> {
+        let session = self.lock().sessions.get(peer).cloned();
+        session.ok_or_else(|| TransportError::NotConnected { peer: peer.to_string() })
+    }
+
+    pub(crate) fn wake_data(&self) {
+        for thread in &self.data {
+            thread.waker.wake();
+        }
+    }
+
+    fn try_post(&self, peer: &PeerId, write: &Write) -> Result<PostId, TransportError> {
+        let session = self.session(peer)?;
+        if self.core.events.is_full() {
+            let limit = self.core.events.limit() as u64;
+            return Err(TransportError::Limit { what: "events that nobody polls", found: limit, limit });
+        }
+        let id = self.core.next_post();
+        let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
+        session.outbox.add(&self.core, &session.name, post)?;
+        self.wake_data();
+        Ok(id)
+    }
+}
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            max_message_bytes: MAX_MESSAGE_BYTES,
+            max_notification_bytes: MAX_NOTIFICATION_BYTES,
+            max_extents: MAX_EXTENTS,
+            direct_run_bytes: DIRECT_RUN_BYTES,
+        }
+    }
+
+    fn local_address(&self) -> PeerAddress {
+        PeerAddress::Tcp(self.shared.address)
+    }
+
+    #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
+    unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        self.shared.core.register(memory)
+    }
+
+    fn connect(&self, address: &PeerAddress) -> Result<(), TransportError> {
+        let PeerAddress::Tcp(address) = *address else {
+            let problem = "this endpoint speaks TCP only; give an IP address and a port".to_owned();
+            return Err(TransportError::Protocol { peer: format!("{address:?}"), problem });
+        };
+        let mut state = self.shared.lock();
+        if state.is_stopping || state.wanted.contains(&address) {
+            return Ok(());
+        }
+        limit("addresses to reach", state.wanted.len() + 1, self.shared.config.max_peers)?;
+        state.wanted.push(address);
+        state.commands.push_back(Command::Connect(address));
+        drop(state);
+        self.shared.waker.wake();
+        Ok(())
+    }
+
+    fn disconnect(&self, peer: &PeerId, reason: &str) {
+        self.shared.command(Command::Disconnect { peer: peer.clone(), reason: reason.to_owned() });
+    }
+
+    fn send(&self, peer: &PeerId, message: Bytes) -> Result<(), TransportError> {
+        limit("bytes of a message", message.len(), MAX_MESSAGE_BYTES)?;
+        let session = self.shared.session(peer)?;
+        let header = FrameHeader::with_body(FrameKind::Message, &message);
+        session.queue_control(header, &message, self.shared.config.max_queued_message_bytes)?;
+        self.shared.waker.wake();
+        Ok(())
+    }
+
+    fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError> {
+        let session = self.shared.session(peer)?;
+        self.shared.core.grant(peer, session.key, &pages)
+    }
+
+    fn revoke(&self, grant: GrantKey) {
+        self.shared.core.grants.revoke(grant);
+    }
+
+    fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>> {
+        self.shared.try_post(peer, &write).map_err(|reason| Box::new(PostError { write, reason }))
+    }
+
+    fn cancel(&self, peer: &PeerId, grant: GrantKey) {
+        let Ok(session) = self.shared.session(peer) else { return };
+        for sequence in session.outbox.cancel(&self.shared.core, grant) {
+            let header = FrameHeader::about(FrameKind::Cancel, None, grant.0, sequence);
+            // There are no more of these than posts. A session that is over has ended its posts.
+            let _ = session.queue_control(header, &[], usize::MAX);
+        }
+        self.shared.waker.wake();
+    }
+
+    fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
+        if self.shared.core.events.poll(events, timeout) {
+            self.shared.wake_data();
+            self.shared.waker.wake();
+        }
+    }
+
+    fn stats(&self) -> TransportStats {
+        self.shared.core.stats()
+    }
+
+    fn shutdown(&self) {
+        self.shared.lock().is_stopping = true;
+        self.shared.waker.wake();
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        // The control thread is the last one; it ends the sessions, and then the data threads have nothing left.
+        while let Some(thread) = threads.pop() {
+            // One that panicked has said so; there is nothing left to wait for.
+            let _ = thread.join();
+            for data in &self.shared.data {
+                data.stop();
+            }
+        }
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), TransportError> {
+    let (found, limit) = (found as u64, limit as u64);
+    if found <= limit { Ok(()) } else { Err(TransportError::Limit { what, found, limit }) }
+}

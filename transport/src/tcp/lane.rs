@@ -1,0 +1,415 @@
+//! One data lane: frames out, frames in, on one connection. Never waits.
+//!
+//! Out: `Empty -> Words | Frame -> Empty`. In: `Header -> Table -> Payload | Sink -> Header`.
+
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Refusal, WireError};
+
+use super::session::Session;
+use crate::core::{Core, Counters, FrameCut, Inbound};
+use crate::error::TransportError;
+use crate::ffi;
+use crate::raw::{RawRun, advance};
+
+/// How many system calls one direction of a lane makes before the thread looks at its other lanes.
+const TURN_CALLS: usize = 16;
+/// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
+const SCRAP_BYTES: usize = 64 << 10;
+/// Acknowledgements that wait before the lane stops reading.
+const MAX_WORDS_BYTES: usize = 256 << 10;
+
+static ZEROES: [u8; SCRAP_BYTES] = [0; SCRAP_BYTES];
+
+pub(crate) struct Lane {
+    pub(crate) session: Arc<Session>,
+    stream: Arc<TcpStream>,
+    /// Acknowledgements and refusals to send.
+    words: Vec<u8>,
+    outgoing: Outgoing,
+    incoming: Incoming,
+    scratch: Vec<RawRun>,
+    /// What to wait for.
+    pub(crate) wants: Wants,
+}
+
+/// What a lane waits for.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Wants {
+    pub(crate) read: bool,
+    pub(crate) write: bool,
+    /// It can go on at once.
+    pub(crate) again: bool,
+    /// The link's rate lets it go on then.
+    pub(crate) at: Option<Instant>,
+}
+
+enum Outgoing {
+    Empty,
+    Words { bytes: Vec<u8>, sent: usize },
+    Frame(Box<FrameOut>),
+}
+
+struct FrameOut {
+    cut: FrameCut,
+    runs: Vec<RawRun>,
+    next: usize,
+    sent: u64,
+    total: u64,
+}
+
+enum Incoming {
+    Header { bytes: [u8; FrameHeader::BYTES], got: usize },
+    Table { header: FrameHeader, table: Vec<u8>, got: usize },
+    Payload { header: FrameHeader, inbound: Box<Inbound> },
+    Sink { left: u64 },
+}
+
+const NO_HEADER: Incoming = Incoming::Header { bytes: [0; FrameHeader::BYTES], got: 0 };
+
+/// What one step led to.
+enum Turn {
+    /// There may be more.
+    Moved,
+    /// The socket has no more, or takes no more.
+    Blocked,
+    Nothing,
+}
+
+/// What one system call moved, and what it could have.
+struct Call {
+    result: io::Result<usize>,
+    asked: usize,
+}
+
+impl Call {
+    fn new(result: io::Result<usize>, asked: usize) -> Self {
+        Self { result, asked }
+    }
+
+    fn bytes(&self) -> usize {
+        *self.result.as_ref().unwrap_or(&0)
+    }
+}
+
+impl Lane {
+    pub(crate) fn new(session: Arc<Session>, stream: Arc<TcpStream>) -> Self {
+        let wants = Wants { read: true, ..Wants::default() };
+        Self {
+            session,
+            stream,
+            words: Vec::new(),
+            outgoing: Outgoing::Empty,
+            incoming: NO_HEADER,
+            scratch: Vec::new(),
+            wants,
+        }
+    }
+
+    pub(crate) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Does what can be done without waiting, and says what to wait for.
+    ///
+    /// # Errors
+    /// [`TransportError`] if the lane broke; the session ends with it.
+    pub(crate) fn turn(&mut self, core: &Core, sink: &mut [u8], frame_bytes: u64) -> Result<(), TransportError> {
+        self.wants = Wants::default();
+        let mut calls = 0;
+        loop {
+            if core.events.is_full() || self.words.len() > MAX_WORDS_BYTES {
+                break;
+            }
+            match self.receive(core, sink)? {
+                Turn::Moved if calls < TURN_CALLS => calls += 1,
+                Turn::Moved => {
+                    self.wants.again = true;
+                    break;
+                }
+                Turn::Blocked | Turn::Nothing => {
+                    self.wants.read = true;
+                    break;
+                }
+            }
+        }
+        calls = 0;
+        loop {
+            match self.send(core, frame_bytes)? {
+                Turn::Moved if calls < TURN_CALLS => calls += 1,
+                Turn::Moved => {
+                    self.wants.again = true;
+                    break;
+                }
+                Turn::Blocked => {
+                    self.wants.write = self.wants.at.is_none();
+                    break;
+                }
+                Turn::Nothing => break,
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, core: &Core, frame_bytes: u64) -> Result<Turn, TransportError> {
+        if matches!(self.outgoing, Outgoing::Empty) {
+            if !self.words.is_empty() {
+                self.outgoing = Outgoing::Words { bytes: std::mem::take(&mut self.words), sent: 0 };
+            } else if let Some(cut) = self.session.outbox.next_frame(frame_bytes, self.session.version) {
+                self.outgoing = Outgoing::Frame(Box::new(FrameOut::new(cut)));
+            } else {
+                return Ok(Turn::Nothing);
+            }
+        }
+        let fd = self.stream.as_fd();
+        let call = match &mut self.outgoing {
+            Outgoing::Empty => return Ok(Turn::Nothing),
+            Outgoing::Words { bytes, sent } => {
+                let asked = bytes.len() - *sent;
+                let call = Call::new(ffi::send_runs(fd, &[RawRun::of(&bytes[*sent..])]), asked);
+                *sent += call.bytes();
+                if call.bytes() == asked {
+                    self.outgoing = Outgoing::Empty;
+                }
+                call
+            }
+            Outgoing::Frame(frame) => {
+                let left = frame.total - frame.sent;
+                let allowed = match allow(&self.session, left) {
+                    Ok(allowed) => allowed,
+                    Err(at) => {
+                        self.wants.at = Some(at);
+                        return Ok(Turn::Blocked);
+                    }
+                };
+                let Some(result) = frame.send(fd, allowed) else {
+                    refund(&self.session, allowed);
+                    self.outgoing = Outgoing::Empty;
+                    return Ok(Turn::Moved);
+                };
+                let call = Call::new(result, allowed as usize);
+                let sent = call.bytes() as u64;
+                refund(&self.session, allowed - sent);
+                Counters::add(&core.counters.sent_bytes, frame.count_payload(sent));
+                if frame.sent == frame.total {
+                    self.outgoing = Outgoing::Empty;
+                }
+                call
+            }
+        };
+        self.moved("write a data lane", call)
+    }
+
+    fn receive(&mut self, core: &Core, sink: &mut [u8]) -> Result<Turn, TransportError> {
+        let fd = self.stream.as_fd();
+        let call = match &mut self.incoming {
+            Incoming::Header { bytes, got } => {
+                let asked = FrameHeader::BYTES - *got;
+                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut bytes[*got..])]), asked);
+                *got += call.bytes();
+                if *got == FrameHeader::BYTES {
+                    let header = FrameHeader::decode(bytes, self.session.version).map_err(|e| self.torn(&e))?;
+                    self.begin(core, header)?;
+                }
+                call
+            }
+            Incoming::Table { header, table, got } => {
+                let asked = table.len() - *got;
+                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut table[*got..])]), asked);
+                *got += call.bytes();
+                if *got == table.len() {
+                    let (header, table) = (*header, std::mem::take(table));
+                    self.admit(core, &header, &table)?;
+                }
+                call
+            }
+            Incoming::Payload { header, inbound } => {
+                let placed = inbound.place(|runs| {
+                    let asked = runs.iter().take(ffi::MAX_RUNS).map(|run| run.bytes()).sum();
+                    let call = Call::new(ffi::receive_runs(fd, runs), asked);
+                    (call.bytes(), call)
+                });
+                let (header, left) = (*header, inbound.left());
+                match placed {
+                    Ok(call) => {
+                        if left == 0 {
+                            self.land(core, &header);
+                        }
+                        call
+                    }
+                    Err(refusal) => {
+                        self.refuse(core, &header, refusal, left);
+                        return Ok(Turn::Moved);
+                    }
+                }
+            }
+            Incoming::Sink { left } => {
+                let asked = sink.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
+                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut sink[..asked])]), asked);
+                let dropped = call.bytes() as u64;
+                *left -= dropped;
+                Counters::add(&core.counters.dropped_bytes, dropped);
+                if *left == 0 {
+                    self.incoming = NO_HEADER;
+                }
+                call
+            }
+        };
+        if let Ok(0) = call.result {
+            return Err(self.broken("read a data lane", io::ErrorKind::UnexpectedEof.into()));
+        }
+        self.moved("read a data lane", call)
+    }
+
+    fn begin(&mut self, core: &Core, header: FrameHeader) -> Result<(), TransportError> {
+        match header.kind {
+            FrameKind::Data => {
+                let table = vec![0; header.table_bytes as usize];
+                self.incoming = Incoming::Table { header, table, got: 0 };
+                return Ok(());
+            }
+            FrameKind::Ack | FrameKind::Refuse => {
+                self.session.verdict(core, header.grant, header.sequence, header.refusal);
+            }
+            other => return Err(self.wrong(format!("a {other:?} frame on a data lane"))),
+        }
+        self.incoming = NO_HEADER;
+        Ok(())
+    }
+
+    fn admit(&mut self, core: &Core, header: &FrameHeader, table: &[u8]) -> Result<(), TransportError> {
+        header.check_table(table).map_err(|e| self.torn(&e))?;
+        let scratch = std::mem::take(&mut self.scratch);
+        match Inbound::admit(core, self.session.key, header, table, scratch).map_err(|e| self.torn(&e))? {
+            Ok(inbound) => self.incoming = Incoming::Payload { header: *header, inbound: Box::new(inbound) },
+            Err(refusal) => self.refuse(core, header, refusal, header.payload_bytes.into()),
+        }
+        Ok(())
+    }
+
+    fn land(&mut self, core: &Core, header: &FrameHeader) {
+        let Incoming::Payload { inbound, .. } = std::mem::replace(&mut self.incoming, NO_HEADER) else { return };
+        match inbound.land(core, &self.session.peer) {
+            Ok(true) => self.say(FrameKind::Ack, None, header),
+            Ok(false) => {}
+            Err(refusal) => self.refuse(core, header, refusal, 0),
+        }
+        self.scratch = inbound.into_scratch();
+    }
+
+    /// Refuses a write, and throws away what is still to come of the frame.
+    fn refuse(&mut self, core: &Core, header: &FrameHeader, refusal: Refusal, left: u64) {
+        if self.session.is_new_refusal(header.grant, header.sequence) {
+            Counters::add(&core.counters.refused_writes, 1);
+            self.say(FrameKind::Refuse, Some(refusal), header);
+        }
+        self.incoming = if left == 0 { NO_HEADER } else { Incoming::Sink { left } };
+    }
+
+    fn say(&mut self, kind: FrameKind, refusal: Option<Refusal>, header: &FrameHeader) {
+        let word = FrameHeader::about(kind, refusal, header.grant, header.sequence);
+        self.words.extend_from_slice(&word.encode(self.session.version));
+    }
+
+    fn moved(&self, operation: &'static str, call: Call) -> Result<Turn, TransportError> {
+        match call.result {
+            Ok(moved) => {
+                self.session.note_moved(Instant::now());
+                // Less than could have been: asking again now would be a system call for nothing.
+                Ok(if moved < call.asked { Turn::Blocked } else { Turn::Moved })
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Turn::Blocked),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Turn::Moved),
+            Err(error) => Err(self.broken(operation, error)),
+        }
+    }
+
+    fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
+        TransportError::Io { peer: self.session.name.clone(), operation, source: Arc::new(source) }
+    }
+
+    fn torn(&self, error: &WireError) -> TransportError {
+        self.wrong(error.to_string())
+    }
+
+    fn wrong(&self, problem: String) -> TransportError {
+        TransportError::Protocol { peer: self.session.name.clone(), problem }
+    }
+}
+
+impl FrameOut {
+    fn new(mut cut: FrameCut) -> Self {
+        let mut runs = Vec::with_capacity(cut.runs.len() + 1);
+        // The head's bytes stay where they are while the vector that holds them is moved.
+        runs.push(RawRun::of(&cut.head));
+        runs.append(&mut cut.runs);
+        let total = cut.head.len() as u64 + cut.payload_bytes;
+        Self { cut, runs, next: 0, sent: 0, total }
+    }
+
+    /// Sends up to `allowed` bytes. `None` if the post ended before the frame began: there is nothing to send then.
+    fn send(&mut self, fd: std::os::fd::BorrowedFd<'_>, allowed: u64) -> Option<io::Result<usize>> {
+        let result = match self.cut.post.read_source() {
+            Some(_reading) => {
+                let runs = &self.runs[self.next..];
+                if allowed >= self.total - self.sent { ffi::send_runs(fd, runs) } else { send_some(fd, runs, allowed) }
+            }
+            None if self.sent == 0 => return None,
+            None => self.send_filler(fd, allowed),
+        };
+        if let Ok(sent) = result {
+            self.sent += sent as u64;
+            self.next += advance(&mut self.runs[self.next..], sent);
+        }
+        Some(result)
+    }
+
+    /// The post ended in the middle of the frame. The stream has to stay in step, and the receiver was told to forget the write.
+    fn send_filler(&self, fd: std::os::fd::BorrowedFd<'_>, allowed: u64) -> io::Result<usize> {
+        let head = self.cut.head.len() as u64;
+        if self.sent < head {
+            return ffi::send_runs(fd, &[RawRun::of(&self.cut.head[self.sent as usize..])]);
+        }
+        let left = usize::try_from((self.total - self.sent).min(allowed)).unwrap_or(usize::MAX);
+        ffi::send_runs(fd, &[RawRun::of(&ZEROES[..left.min(SCRAP_BYTES)])])
+    }
+
+    /// How many of the `sent` bytes that went last were payload.
+    fn count_payload(&self, sent: u64) -> u64 {
+        let head = self.cut.head.len() as u64;
+        self.sent.saturating_sub(head) - (self.sent - sent).saturating_sub(head)
+    }
+}
+
+fn send_some(fd: std::os::fd::BorrowedFd<'_>, runs: &[RawRun], allowed: u64) -> io::Result<usize> {
+    let mut left = usize::try_from(allowed).unwrap_or(usize::MAX);
+    let mut some = Vec::new();
+    for run in runs {
+        if left == 0 {
+            break;
+        }
+        let run = run.keep(left);
+        left -= run.bytes();
+        some.push(run);
+    }
+    ffi::send_runs(fd, &some)
+}
+
+fn allow(session: &Session, want: u64) -> Result<u64, Instant> {
+    match &session.bucket {
+        None => Ok(want),
+        Some(bucket) => bucket.lock().unwrap_or_else(PoisonError::into_inner).take(want, Instant::now()),
+    }
+}
+
+fn refund(session: &Session, bytes: u64) {
+    if let Some(bucket) = &session.bucket
+        && bytes > 0
+    {
+        bucket.lock().unwrap_or_else(PoisonError::into_inner).refund(bytes);
+    }
+}

@@ -1,0 +1,25 @@
+//! Bytes over TCP: one listener, and per peer one control lane and some data lanes.
+//!
+//! One *control thread* owns the listener, all handshakes, all control lanes and all timers; sessions begin and end there and
+//! nowhere else. A few *data threads* own the data lanes. All of them wait in poll(2) and make non-blocking calls.
+//!
+//! Lock order: the endpoint's state, then a session's locks, then the core's. No lock is held in a system call, but for the
+//! guards of grants and sources, each around one call that does not wait.
+
+mod config;
+mod control;
+mod data;
+mod driver;
+mod endpoint;
+mod handshaking;
+mod lane;
+mod pending;
+mod rate;
+mod session;
+mod shake;
+mod socket;
+mod target;
+mod wake;
+
+pub use config::{ConfigError, TcpConfig, TcpConfigFile};
+pub use endpoint::Tcp;

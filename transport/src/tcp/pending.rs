@@ -1,0 +1,35 @@
+//! A session whose control lane is proved and whose data lanes are still coming.
+
+use std::net::{SocketAddr, TcpStream};
+use std::time::Instant;
+
+use kvferry_protocol::wire::{LaneSecret, PeerIdentity};
+
+pub(crate) struct Pending {
+    /// The listener's number of the session.
+    pub(crate) number: u64,
+    /// Which address we dialled; `None` if the peer dialled us.
+    pub(crate) dialled: Option<SocketAddr>,
+    /// `None` until the verdict was sent.
+    pub(crate) control: Option<TcpStream>,
+    pub(crate) identity: PeerIdentity,
+    pub(crate) version: u16,
+    pub(crate) secret: LaneSecret,
+    pub(crate) lanes: Vec<Option<TcpStream>>,
+    pub(crate) deadline: Instant,
+}
+
+impl Pending {
+    /// Whether lane `lane` has its place and nobody in it.
+    pub(crate) fn awaits(&self, lane: u16) -> bool {
+        matches!(self.lanes.get(usize::from(lane)), Some(None))
+    }
+
+    /// Binds a lane; returns whether that was the last one.
+    pub(crate) fn bind(&mut self, lane: u16, stream: TcpStream) -> bool {
+        if let Some(place) = self.lanes.get_mut(usize::from(lane)) {
+            place.get_or_insert(stream);
+        }
+        self.lanes.iter().all(Option::is_some)
+    }
+}

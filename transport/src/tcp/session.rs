@@ -1,0 +1,166 @@
+//! A session with a peer, as all threads see it.
+//!
+//! Lock order: the control queue and the sockets are leaves; the outbox is the core's. Ended by the control thread alone.
+
+use std::collections::VecDeque;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::{FrameHeader, Refusal};
+
+use super::rate::TokenBucket;
+use crate::api::GrantKey;
+use crate::core::{Core, Outbox, SessionKey};
+use crate::error::TransportError;
+
+/// How many refused writes are remembered, so that each is counted and answered once.
+const MAX_REFUSED: usize = 256;
+
+pub(crate) struct Session {
+    pub(crate) key: SessionKey,
+    pub(crate) peer: PeerId,
+    /// The peer in errors and logs.
+    pub(crate) name: String,
+    pub(crate) version: u16,
+    /// Which address this side dialled.
+    pub(crate) address: Option<SocketAddr>,
+    pub(crate) outbox: Outbox,
+    pub(crate) bucket: Option<Mutex<TokenBucket>>,
+    control: Mutex<ControlQueue>,
+    sockets: Mutex<Vec<Arc<TcpStream>>>,
+    refused: Mutex<VecDeque<(u128, u32)>>,
+    is_over: AtomicBool,
+    born: Instant,
+    /// Milliseconds after birth at which a data lane last moved a byte.
+    moved_ms: AtomicU64,
+}
+
+/// Frames for the control lane.
+#[derive(Default)]
+struct ControlQueue {
+    frames: VecDeque<Vec<u8>>,
+    bytes: usize,
+}
+
+pub(crate) struct SessionSetup {
+    pub(crate) key: SessionKey,
+    pub(crate) peer: PeerId,
+    pub(crate) version: u16,
+    pub(crate) address: Option<SocketAddr>,
+    pub(crate) max_posts: usize,
+    pub(crate) link_bytes_per_second: Option<f64>,
+    pub(crate) sockets: Vec<Arc<TcpStream>>,
+}
+
+impl Session {
+    pub(crate) fn new(setup: SessionSetup, now: Instant) -> Self {
+        Self {
+            key: setup.key,
+            name: setup.peer.to_string(),
+            peer: setup.peer,
+            version: setup.version,
+            address: setup.address,
+            outbox: Outbox::new(setup.max_posts),
+            bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
+            control: Mutex::default(),
+            sockets: Mutex::new(setup.sockets),
+            refused: Mutex::default(),
+            is_over: AtomicBool::new(false),
+            born: now,
+            moved_ms: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::SeqCst)
+    }
+
+    /// Queues a frame of `body` for the control lane, if there is room for it.
+    pub(crate) fn queue_control(
+        &self,
+        header: FrameHeader,
+        body: &[u8],
+        max_bytes: usize,
+    ) -> Result<(), TransportError> {
+        let mut control = lock(&self.control);
+        if self.is_over() {
+            return Err(TransportError::NotConnected { peer: self.name.clone() });
+        }
+        let found = control.bytes + FrameHeader::BYTES + body.len();
+        if found > max_bytes {
+            let (found, limit) = (found as u64, max_bytes as u64);
+            return Err(TransportError::Limit { what: "bytes of messages to one peer", found, limit });
+        }
+        let mut frame = header.encode(self.version).to_vec();
+        frame.extend_from_slice(body);
+        control.frames.push_back(frame);
+        control.bytes = found;
+        Ok(())
+    }
+
+    pub(crate) fn next_control(&self) -> Option<Vec<u8>> {
+        let mut control = lock(&self.control);
+        let frame = control.frames.pop_front()?;
+        control.bytes -= frame.len();
+        Some(frame)
+    }
+
+    pub(crate) fn has_control(&self) -> bool {
+        !lock(&self.control).frames.is_empty()
+    }
+
+    /// Ends a post at the receiver's word.
+    pub(crate) fn verdict(&self, core: &Core, grant: u128, sequence: u32, refusal: Option<Refusal>) {
+        let outcome = match refusal {
+            None => Ok(()),
+            Some(Refusal::Cancelled) => Err(TransportError::Cancelled),
+            Some(refusal) => Err(TransportError::Refused { reason: refusal.reason().to_owned() }),
+        };
+        self.outbox.finish(core, GrantKey(grant), sequence, outcome);
+    }
+
+    /// Whether this refusal is the first of its write.
+    pub(crate) fn is_new_refusal(&self, grant: u128, sequence: u32) -> bool {
+        let mut refused = lock(&self.refused);
+        if refused.contains(&(grant, sequence)) {
+            return false;
+        }
+        if refused.len() >= MAX_REFUSED {
+            refused.pop_front();
+        }
+        refused.push_back((grant, sequence));
+        true
+    }
+
+    pub(crate) fn note_moved(&self, now: Instant) {
+        let ms = now.saturating_duration_since(self.born).as_millis() as u64;
+        self.moved_ms.store(ms, Ordering::Relaxed);
+    }
+
+    /// How long no data lane moved a byte.
+    pub(crate) fn idle_for(&self, now: Instant) -> Duration {
+        let moved = self.born + Duration::from_millis(self.moved_ms.load(Ordering::Relaxed));
+        now.saturating_duration_since(moved)
+    }
+
+    /// Ends the session: nothing of it is read from or written to memory after this, its grants are gone and its posts ended.
+    pub(crate) fn finish(&self, core: &Core, reason: &TransportError) {
+        {
+            let _control = lock(&self.control);
+            self.is_over.store(true, Ordering::SeqCst);
+        }
+        for socket in std::mem::take(&mut *lock(&self.sockets)) {
+            // It fails if the peer was quicker.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        core.grants.close_session(self.key);
+        self.outbox.close(core, reason);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

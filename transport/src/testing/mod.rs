@@ -1,0 +1,45 @@
+//! What proves that a transport keeps the contract of [`Transport`](crate::Transport).
+//!
+//! [`contract_tests!`](crate::contract_tests) makes one test of each case; every transport runs all of them. No case sleeps or
+//! asserts on time: each waits for an event, and gives up after [`PATIENCE`] with a word about what did not come.
+
+mod arena;
+mod cases;
+mod node;
+mod pages;
+mod proxy;
+
+pub use arena::Arena;
+pub use cases::*;
+pub use node::{Make, Node, PATIENCE, peer};
+pub use pages::{ScatteredWrite, scattered_write};
+pub use proxy::{Proxy, ProxyPlan};
+
+/// Makes one test of each case of the contract. The argument is an expression that gives a [`Make`](crate::testing::Make).
+#[macro_export]
+macro_rules! contract_tests {
+    ($make:expr) => {
+        $crate::contract_tests!($make;
+            scattered_bytes_arrive_exactly,
+            writes_of_many_frames_land_whole_in_both_directions,
+            each_write_lands_once_after_its_bytes_with_its_notification,
+            nothing_lands_after_revoke_returned,
+            what_may_not_be_written_is_refused_and_the_session_goes_on,
+            a_write_that_makes_no_sense_is_handed_back,
+            cancel_ends_each_post_once,
+            a_packed_source_is_let_go_with_its_post,
+            messages_come_in_order_beside_payload,
+            what_is_too_long_is_refused_in_writing,
+            disconnect_ends_posts_and_grants_first_and_the_dialler_comes_back,
+            a_restarted_peer_is_a_new_one,
+            shutdown_amid_traffic_ends_everything,
+            a_peer_that_is_not_there_is_reported_and_found_later,
+        );
+    };
+    ($make:expr; $($case:ident),+ $(,)?) => {$(
+        #[test]
+        fn $case() {
+            $crate::testing::$case(&$make);
+        }
+    )+};
+}
