@@ -98,6 +98,15 @@ impl Tokenizer {
         }
     }
 
+    /// The tokens that end a text.
+    #[must_use]
+    pub fn ends(&self) -> Vec<u32> {
+        match self {
+            Self::Bytes(_) => vec![ByteTokenizer::EOS],
+            Self::Bpe(bpe) => bpe.ends.clone(),
+        }
+    }
+
     /// Whether a generated token ends the text.
     #[must_use]
     pub fn is_end(&self, token: u32) -> bool {
