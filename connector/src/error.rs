@@ -44,6 +44,14 @@ pub enum ConnectorError {
         /// The configuration key.
         key: &'static str,
     },
+    /// A configuration that is valid, but not here.
+    #[error("{key}: {problem}")]
+    Config {
+        /// The configuration key.
+        key: &'static str,
+        /// Why not, and how to mend it.
+        problem: String,
+    },
     /// The system has no thread to spare.
     #[error("a thread of the connector cannot be started")]
     Thread {

@@ -8,8 +8,10 @@ pub mod config;
 pub mod contract;
 mod error;
 pub mod metrics;
+mod open;
 pub mod pd;
 pub mod pool;
 mod raw;
 
 pub use error::ConnectorError;
+pub use open::open_transport;

@@ -4,7 +4,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load};
+use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
 use kvferry::contract::{EngineFinish, Hold, Scheduler, Worker};
 use kvferry_protocol::LayerId;
 use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
@@ -60,22 +60,7 @@ fn hand_over(prefill: &mut Engine, decode: &mut Engine, tokens: u32, chunk: u32,
     if matches!(hold, Hold::Until { .. }) {
         prefill.idle_until("the release", |applied| applied.released.len() == 1);
     }
-    wait_for(prefill, decode);
-}
-
-fn wait_for(prefill: &mut Engine, decode: &mut Engine) {
-    let deadline = std::time::Instant::now() + PATIENCE;
-    while !(prefill.holds_nothing() && decode.holds_nothing()) {
-        prefill.idle_step();
-        decode.idle_step();
-        assert!(
-            std::time::Instant::now() < deadline,
-            "{:?} {:?}",
-            prefill.metrics.snapshot(),
-            decode.metrics.snapshot()
-        );
-        std::thread::yield_now();
-    }
+    wait_until_free(prefill, decode);
 }
 
 fn engines(prefill: &Setup, decode: &Setup, make: MakeTransport<'_>) -> (Engine, Engine) {
@@ -155,9 +140,42 @@ fn an_abort_on_either_side_ends_both_and_frees_everything() {
             let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
             assert!(applied.failed[0].good_tokens <= 16);
         }
-        wait_for(&mut prefill, &mut decode);
+        wait_until_free(&mut prefill, &mut decode);
         // Nothing holds the pages any more.
         drop(decode.cache.guard_write(&blocks, 0..common::LAYERS).unwrap());
         drop(prefill.cache.guard_write(&source_blocks, 0..common::LAYERS).unwrap());
     }
+}
+
+fn over_tcp(config: &kvferry::config::ConnectorConfig, greeting: bytes::Bytes) -> Arc<dyn Transport> {
+    kvferry::open_transport(config, greeting).unwrap()
+}
+
+#[test]
+fn the_same_over_tcp() {
+    let psk = Some("a key for the whole cluster");
+    for order in ["decode-first", "prefill-first"] {
+        for (from, to) in [("LPBNHC", "BLPNHC"), ("BHLPNC", "BHLPNC")] {
+            let (mut prefill, mut decode) = engines(
+                &Setup { order, psk, layout: from, ..Setup::prefill() },
+                &Setup { order, psk, layout: to, tokens_per_block: 8, ..Setup::decode() },
+                &over_tcp,
+            );
+            hand_over(&mut prefill, &mut decode, 33, 10, 0);
+        }
+    }
+}
+
+#[test]
+fn another_key_fails_the_load_at_once_and_says_so() {
+    let (prefill, mut decode) = engines(
+        &Setup { psk: Some("a key for the whole cluster"), ..Setup::prefill() },
+        &Setup { psk: Some("another key, by mistake"), ..Setup::decode() },
+        &over_tcp,
+    );
+    let request = fetch("d", 1, 20, prefill.address());
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &request, &blocks, 0);
+    let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+    assert!(applied.failed[0].reason.contains("same key"), "{}", applied.failed[0].reason);
 }

@@ -4,7 +4,8 @@
 //! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers). They take
 //! turns, and the medians are compared.
 //!
-//! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N]`
+//! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N] [--only 1|2]
+//! [--link-gbps N]`
 
 use std::io::{IoSlice, IoSliceMut, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -30,6 +31,9 @@ struct Options {
     lanes: u16,
     frame_bytes: u32,
     threads: u16,
+    /// 0: both, 1: the transport alone, 2: the raw pair alone; for profilers.
+    only: usize,
+    link_gbps: Option<f64>,
 }
 
 fn main() {
@@ -42,6 +46,7 @@ fn main() {
         options.threads,
         options.frame_bytes >> 10
     );
+    latency(&options);
     for block_bytes in [16 << 10, 64 << 10, 512 << 10, 2 << 20] {
         let mut ours = Ours::new(&options, block_bytes);
         let mut raw = Raw::new(usize::from(options.lanes), block_bytes);
@@ -51,9 +56,17 @@ fn main() {
         let (mut ours_cpu, mut raw_cpu) = (0.0, 0.0);
         for _ in 0..options.rounds {
             let before = cpu_seconds();
-            raw_gbps.push(rate(options.total_bytes, || raw.run(options.total_bytes)));
+            raw_gbps.push(rate(options.total_bytes, || {
+                if options.only != 1 {
+                    raw.run(options.total_bytes)
+                }
+            }));
             let between = cpu_seconds();
-            ours_gbps.push(rate(options.total_bytes, || ours.run(options.total_bytes)));
+            ours_gbps.push(rate(options.total_bytes, || {
+                if options.only != 2 {
+                    ours.run(options.total_bytes)
+                }
+            }));
             raw_cpu += between - before;
             ours_cpu += cpu_seconds() - between;
         }
@@ -71,8 +84,36 @@ fn main() {
     }
 }
 
+/// One write of 4 KiB after the other, from post to completion: there and back, and the receiver's checks.
+fn latency(options: &Options) {
+    let mut ours = Ours::new(options, 4 << 10);
+    let mut micros: Vec<f64> = (0..3000)
+        .map(|_| {
+            let start = Instant::now();
+            ours.write_blocks(0, 4 << 10);
+            let mut events = Vec::new();
+            while events.is_empty() {
+                ours.sender.transport.poll(&mut events, Duration::from_secs(10));
+            }
+            assert!(matches!(events[0], Event::Posted { outcome: Ok(()), .. }), "{events:?}");
+            start.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    micros.sort_unstable_by(f64::total_cmp);
+    let at = |part: f64| micros[(micros.len() as f64 * part) as usize];
+    println!("4 KiB, post to completion: p50 {:.0} us, p99 {:.0} us", at(0.5), at(0.99));
+}
+
 fn options() -> Options {
-    let mut options = Options { rounds: 7, total_bytes: 512 << 20, lanes: 2, frame_bytes: 1 << 20, threads: 2 };
+    let mut options = Options {
+        rounds: 7,
+        total_bytes: 512 << 20,
+        lanes: 2,
+        frame_bytes: 1 << 20,
+        threads: 2,
+        only: 0,
+        link_gbps: None,
+    };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         if name == "--bench" {
@@ -84,8 +125,10 @@ fn options() -> Options {
             "--mib" => options.total_bytes = value << 20,
             "--lanes" => options.lanes = value as u16,
             "--threads" => options.threads = value as u16,
+            "--only" => options.only = value,
+            "--link-gbps" => options.link_gbps = Some(value as f64),
             "--frame-kib" => options.frame_bytes = (value << 10) as u32,
-            other => panic!("{other}: give --rounds, --mib, --lanes, --threads or --frame-kib"),
+            other => panic!("{other}: give --rounds, --mib, --lanes, --threads, --frame-kib, --link-gbps or --only"),
         }
     }
     options
@@ -132,6 +175,7 @@ impl Ours {
                 lanes_same_host: options.lanes,
                 data_threads: options.threads,
                 frame_bytes: options.frame_bytes,
+                link_gbps: options.link_gbps,
                 ..TcpConfigFile::default()
             };
             let config = TcpConfig::try_from(file).expect("a legal configuration");
@@ -153,23 +197,26 @@ impl Ours {
         Pages { bases, pieces: vec![piece] }
     }
 
+    fn write_blocks(&mut self, at: usize, bytes: usize) {
+        let blocks = at / self.block_bytes..(at + bytes) / self.block_bytes;
+        let write = Write {
+            grant: self.grant,
+            sequence: self.sequence,
+            extents: vec![Extent::contiguous(at as u64, bytes as u64)],
+            source: Source::Pages(vec![Self::pages(self.source[blocks].to_vec(), self.block_bytes)]),
+            notification: Bytes::new(),
+        };
+        self.sequence += 1;
+        self.sender.transport.post(&self.receiver.peer, write).expect("a post");
+    }
+
     fn run(&mut self, total_bytes: usize) {
         let writes = total_bytes / WRITE_BYTES;
         let (mut posted, mut ended, mut landed) = (0, 0, 0);
         let mut events = Vec::new();
         while ended < writes || landed < writes {
             while posted < writes && posted - ended < DEPTH {
-                let at = posted * WRITE_BYTES % ARENA_BYTES;
-                let blocks = at / self.block_bytes..(at + WRITE_BYTES) / self.block_bytes;
-                let write = Write {
-                    grant: self.grant,
-                    sequence: self.sequence,
-                    extents: vec![Extent::contiguous(at as u64, WRITE_BYTES as u64)],
-                    source: Source::Pages(vec![Self::pages(self.source[blocks].to_vec(), self.block_bytes)]),
-                    notification: Bytes::new(),
-                };
-                self.sequence += 1;
-                self.sender.transport.post(&self.receiver.peer, write).expect("a post");
+                self.write_blocks(posted * WRITE_BYTES % ARENA_BYTES, WRITE_BYTES);
                 posted += 1;
             }
             self.sender.transport.poll(&mut events, Duration::from_secs(10));

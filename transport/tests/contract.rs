@@ -13,7 +13,7 @@ mod loopback {
     });
 }
 
-mod loopback_with_delays_and_duplicates {
+mod loopback_with_frames_out_of_order {
     use super::*;
 
     kvferry_transport::contract_tests!({

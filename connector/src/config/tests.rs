@@ -1,6 +1,7 @@
 //! Tables of good and bad input.
 
 use std::error::Error;
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use kvferry_protocol::Incarnation;
@@ -39,12 +40,12 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!((config.tp_size().get(), config.layerwise()), (1, true));
     assert_eq!(config.load_failure_policy(), LoadFailurePolicy::Recompute);
     let network = config.network();
-    assert_eq!((network.transport, network.lanes.get()), (TransportKind::Tcp, 4));
+    assert_eq!((network.transport, network.lanes), (TransportKind::Tcp, None));
     assert_eq!((network.advertise, network.link_gbps, network.peers.len()), (None, None, 0));
     assert_eq!(network.listen.to_string(), "127.0.0.1:0");
     assert_eq!(network.psk.as_ref().unwrap().expose(), SECRET.as_bytes());
-    let Deadlines { transfer, progress, lease_ttl, verdict } = *config.deadlines();
-    assert_eq!([transfer, progress, lease_ttl, verdict].map(|span| span.as_secs()), [30, 5, 30, 5]);
+    let Deadlines { transfer, progress, lease_ttl, verdict, absent } = *config.deadlines();
+    assert_eq!([transfer, progress, lease_ttl, verdict, absent].map(|span| span.as_secs()), [30, 5, 30, 5, 5]);
     let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes } = *config.limits();
     assert_eq!((max_transfers.get(), packed_run_bytes), (1024, None));
     assert_eq!((chunk_bytes, slab_pool_bytes), (4 << 20, 64 << 20));
@@ -72,6 +73,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("progress_deadline_ms", "200"),
         ("lease_ttl_ms", "300"),
         ("verdict_timeout_ms", "400"),
+        ("absent_deadline_ms", "500"),
         ("max_transfers", "5"),
         ("chunk_bytes", "8192"),
         ("packed_run_bytes", "0"),
@@ -111,7 +113,7 @@ fn the_environment_wins_over_the_file_and_the_program_over_both() {
     raw.lanes = Some(5);
     let raw = RawConfig { role: Some("decode".into()), transport: Some("loopback".into()), ..raw };
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
-    assert_eq!(config.network().lanes.get(), 5);
+    assert_eq!(config.network().lanes.map(NonZeroU16::get), Some(5));
 }
 
 #[test]
@@ -252,5 +254,5 @@ fn the_configuration_file_is_read_with_its_limits() {
 #[test]
 fn the_table_of_keys_has_a_row_for_each() {
     assert_eq!(table().lines().count(), KEYS.len() + 2);
-    assert!(table().contains("| `lanes` | 4 | Data connections to each peer, 1 to 64. |"));
+    assert!(table().contains("| `lanes` | 2 on one host, 4 to others | Data connections to each peer, 1 to 64. |"));
 }

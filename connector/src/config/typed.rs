@@ -163,8 +163,8 @@ pub struct Network {
     pub peers: Vec<SocketAddr>,
     /// The cluster's secret; always there for TCP.
     pub psk: Option<PreSharedKey>,
-    /// Data connections to each peer.
-    pub lanes: NonZeroU16,
+    /// Data connections to each peer; `None`: what the transport found best.
+    pub lanes: Option<NonZeroU16>,
     /// Most gigabits (10^9 bits) a second sent over one link; finite and above 0.
     pub link_gbps: Option<f64>,
 }
@@ -313,7 +313,11 @@ impl TryFrom<RawConfig> for Network {
             advertise,
             peers: peers.iter().map(|text| reachable("peers", text)).collect::<Result<_, _>>()?,
             psk,
-            lanes: NonZeroU16::new(number("lanes", raw.lanes, 4, 1..=64)?).unwrap_or(NonZeroU16::MIN),
+            lanes: raw
+                .lanes
+                .map(|lanes| number("lanes", Some(lanes), 1, 1..=64))
+                .transpose()?
+                .and_then(NonZeroU16::new),
             link_gbps: raw.link_gbps,
         })
     }

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry::config::{ConnectorConfig, RawConfig};
+use kvferry::config::{ConnectorConfig, PreSharedKey, RawConfig};
 use kvferry::contract::{
     Applied, EngineFinish, Hold, Match, Request, RequestId, ScheduledRequest, ScheduledStep, Scheduler, StepMeta,
     TransferParams, Worker,
@@ -46,6 +46,8 @@ pub(crate) struct Setup {
     pub(crate) incarnation: u64,
     pub(crate) model: &'static str,
     pub(crate) extra: &'static str,
+    /// The cluster's key; with one the engines speak TCP.
+    pub(crate) psk: Option<&'static str>,
 }
 
 impl Setup {
@@ -59,6 +61,7 @@ impl Setup {
             incarnation: 1,
             model: "toy",
             extra: "",
+            psk: None,
         }
     }
 
@@ -96,10 +99,15 @@ pub(crate) type MakeTransport<'a> = &'a dyn Fn(&ConnectorConfig, bytes::Bytes) -
 impl Engine {
     pub(crate) fn new(setup: &Setup, make: MakeTransport<'_>) -> Self {
         let text = format!(
-            "engine_id = \"{}\"\nrole = \"{}\"\norder = \"{}\"\ntransport = \"loopback\"\n{}",
-            setup.name, setup.role, setup.order, setup.extra
+            "engine_id = \"{}\"\nrole = \"{}\"\norder = \"{}\"\ntransport = \"{}\"\n{}",
+            setup.name,
+            setup.role,
+            setup.order,
+            if setup.psk.is_some() { "tcp" } else { "loopback" },
+            setup.extra
         );
-        let raw = RawConfig::from_toml(&text).unwrap();
+        let mut raw = RawConfig::from_toml(&text).unwrap();
+        raw.psk = setup.psk.map(|key| PreSharedKey::new(key.as_bytes(), "the test").unwrap());
         let config = ConnectorConfig::try_from((raw, Incarnation::new(setup.incarnation))).unwrap();
         let shape = KvShape {
             layers: LAYERS,
@@ -189,6 +197,9 @@ impl Engine {
 
     /// The bytes of a request's tokens, in one canonical order.
     pub(crate) fn read(&self, blocks: &[BlockId], tokens: u32) -> Vec<u8> {
+        if tokens == 0 {
+            return Vec::new();
+        }
         let shape = KvShape { blocks: 1, tokens_per_block: tokens, ..self.cache.layout().shape().clone() };
         let packed = KvLayout::packed(shape, "BLPHNC".parse().unwrap()).unwrap();
         let source = CacheView { layout: self.cache.layout(), shard: Shard::default(), blocks, first_token: 0 };
@@ -246,4 +257,15 @@ pub(crate) fn start_load(engine: &mut Engine, request: &Request, blocks: &[Block
     };
     engine.scheduler.allocated(request, blocks, local, n).unwrap();
     engine.idle_step();
+}
+
+/// Steps both engines until neither holds anything for a transfer.
+pub(crate) fn wait_until_free(a: &mut Engine, b: &mut Engine) {
+    let deadline = Instant::now() + PATIENCE;
+    while !(a.holds_nothing() && b.holds_nothing()) {
+        a.idle_step();
+        b.idle_step();
+        assert!(Instant::now() < deadline, "{:?} {:?}", a.metrics.snapshot(), b.metrics.snapshot());
+        std::thread::yield_now();
+    }
 }

@@ -9,7 +9,9 @@ mod raw;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
-use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, Strip, plan};
+use kvferry_protocol::layout::{
+    CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, Strip, plan_in_place,
+};
 
 pub use pack::pack_with_digest;
 pub use raw::RegionTable;
@@ -88,7 +90,7 @@ pub fn gather_with_digest(plan: &CopyPlan, src: &RegionTable, dst: &RegionTable)
 /// [`CopyError::Plan`] if the view does not hold the selection; [`CopyError::Region`] or [`CopyError::Bounds`], before anything
 /// is read.
 pub fn digest(view: &CacheView<'_>, selection: &Selection, regions: &RegionTable) -> Result<Digest, CopyError> {
-    let plan = plan(view, view, selection).map_err(|source| CopyError::Plan { source })?;
+    let plan = plan_in_place(view, selection).map_err(|source| CopyError::Plan { source })?;
     digest_side(&plan, Side::Source, regions)
 }
 

@@ -4,7 +4,7 @@
 mod layout_model;
 
 use kvferry_protocol::digest::run_hash;
-use kvferry_protocol::layout::{KvShape, LayoutOrder, WindowShape, window_pages};
+use kvferry_protocol::layout::{KvShape, LayoutOrder, WindowShape, plan, window_pages};
 use kvferry_protocol::{BlockId, LayerId};
 use layout_model::{
     Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, each_run, layout, naive_copy,
@@ -146,6 +146,16 @@ fn a_digest_sees_one_wrong_byte_and_a_swap_of_tokens() {
         region.swap(a + byte, b + byte);
     }
     assert_ne!(of(&mut memory), good, "tokens 1 and 6 changed places");
+}
+
+#[test]
+fn a_block_that_stands_twice_may_be_digested_but_not_written() {
+    let (mut src, selection) = small_side();
+    src.blocks = vec![BlockId::new(2); 2];
+    let mut memory = Memory::telling(&src.layout);
+    let want = naive_digest(&src, &selection, &memory);
+    assert_eq!(digest(&src.view(), &selection, &RegionTable::over(&mut memory.0)), Ok(want));
+    assert!(plan(&src.view(), &src.view(), &selection).is_err());
 }
 
 #[test]

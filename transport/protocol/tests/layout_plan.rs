@@ -2,9 +2,11 @@
 
 mod layout_model;
 
-use kvferry_protocol::layout::{Selection, Side, plan};
+use kvferry_protocol::RegionId;
+use kvferry_protocol::layout::{Place, PlanError, Selection, Side, plan};
+use kvferry_protocol::pages::Extent;
 use layout_model::{
-    Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, naive_copy, planned_copy,
+    Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, bytes_of, naive_copy, planned_copy,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -39,6 +41,24 @@ fn check(Case { src, dst, selection }: &Case) {
     let mut by_page = Memory::untouched(&dst.layout);
     plan.for_each_page(|page| page.for_each_run(|src, dst, bytes| by_page.write_once(dst, from.read(src, bytes))));
     assert!(by_page == want, "the plan's pages copy other bytes");
+
+    // Any destination in region 0 can be named by extents, whether or not it is a window's.
+    if dst.layout.bases().iter().all(|base| base.region == RegionId::new(0)) {
+        let mut sent = bytes_of(&plan.source_pages()).into_iter();
+        let mut named = Memory::untouched(&dst.layout);
+        for extent in plan.window_extents().unwrap() {
+            assert!(extent.loops.len() <= Extent::MAX_LOOPS, "{extent:?}");
+            extent.for_each_run(|offset| {
+                for offset in offset..offset + extent.run_bytes {
+                    let byte = from.read(sent.next().expect("as many bytes as places"), 1);
+                    named.write_once(Place { region: RegionId::new(0), offset }, byte);
+                }
+            });
+        }
+        assert!(sent.next().is_none() && named == want, "pages and extents copy other bytes");
+    } else if plan.ends(Side::Destination).iter().any(|end| end.0 != RegionId::new(0)) {
+        assert!(matches!(plan.window_extents(), Err(PlanError::NotAWindow { .. })));
+    }
 
     let (mut runs, mut bytes, mut shortest) = (0, 0, u64::MAX);
     let (mut src_ends, mut dst_ends) = (Vec::new(), Vec::new());

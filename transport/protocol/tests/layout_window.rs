@@ -3,37 +3,23 @@
 mod layout_model;
 
 use kvferry_protocol::BlockId;
-use kvferry_protocol::layout::{KvShape, Place, Selection, Shard, WindowError, WindowShape, plan, window_pages};
-use kvferry_protocol::pages::{Extent, Pages};
-use layout_model::{Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, layout, naive_copy};
+use kvferry_protocol::layout::{KvShape, Selection, Shard, WindowError, WindowShape, plan, window_pages};
+use kvferry_protocol::pages::Extent;
+use layout_model::{
+    Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, bytes_of, layout, naive_copy,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-/// The places of a list of pages, byte by byte.
-fn bytes_of(pages: &[Pages]) -> Vec<Place> {
-    let mut out = Vec::new();
-    for list in pages {
-        for &base in &list.bases {
-            for piece in &list.pieces {
-                piece.for_each_run(base, |offset| {
-                    let byte = |at| Place { region: piece.region, offset: offset + at };
-                    out.extend((0..piece.run_bytes).map(byte));
-                });
-            }
-        }
-    }
-    out
-}
-
-fn check(src: &OneSide, dst: &OneSide, selection: &Selection) {
-    let granted = window_pages(
-        &dst.layout,
-        dst.shard,
-        &dst.blocks,
-        dst.first_token,
-        selection.layers.clone(),
-        selection.heads.clone(),
-    );
+/// The window is granted for all that the receiver holds, or for the selection; then the selection is sent.
+fn check(src: &OneSide, dst: &OneSide, selection: &Selection, all: bool) {
+    let (layers, heads) = if all {
+        let held = Selection::common(&dst.view(), &dst.view());
+        (held.layers, held.heads)
+    } else {
+        (selection.layers.clone(), selection.heads.clone())
+    };
+    let granted = window_pages(&dst.layout, dst.shard, &dst.blocks, dst.first_token, layers, heads);
     let (window, pages) = granted.unwrap();
     assert_eq!(pages.bytes(), window.bytes());
     let places = bytes_of(std::slice::from_ref(&pages));
@@ -77,13 +63,13 @@ fn a_copy_through_a_window_is_the_direct_copy() {
         |((src, dst), selection, runs, from, to)| {
             let src = any_side(src.into(), from, runs.clone(), selection.clone());
             let dst = any_side(dst.into(), to, runs, selection.clone());
-            (src, dst, Just(selection))
+            (src, dst, Just(selection), any::<bool>())
         },
     );
     let mut runner = TestRunner::new(Config { cases: 4000, failure_persistence: None, ..Config::default() });
     runner
-        .run(&cases, |(src, dst, selection)| {
-            check(&src, &dst, &selection);
+        .run(&cases, |(src, dst, selection, all)| {
+            check(&src, &dst, &selection, all);
             Ok(())
         })
         .unwrap();

@@ -11,8 +11,8 @@ use kvferry_protocol::wire::Refusal;
 const MAX_OPEN: usize = 1024;
 /// How many holes the numbers of ended writes may have.
 const MAX_HOLES: usize = 4096;
-/// How many frames a write may have: 1 TiB in frames of 1 MiB, remembered in 128 KiB.
-const MAX_FRAMES: u32 = 1 << 20;
+/// How many holes the numbers of a write's frames may have: lanes run ahead of each other by a few frames.
+const MAX_FRAME_HOLES: usize = 256;
 
 /// What a frame says of its write.
 #[derive(Clone, Copy, Debug)]
@@ -23,20 +23,31 @@ pub(crate) struct FrameWords {
     pub(crate) write_bytes: u64,
 }
 
-#[derive(Default)]
 pub(crate) struct Progress {
     open: BTreeMap<u32, Open>,
     ended: Numbers,
     cancelled: Numbers,
 }
 
-#[derive(Default)]
 struct Open {
     write_bytes: u64,
     admitted_bytes: u64,
     landed_bytes: u64,
-    frames: Vec<u64>,
+    frames: Numbers,
     notification: Option<Bytes>,
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Self { open: BTreeMap::new(), ended: Numbers::new(MAX_HOLES), cancelled: Numbers::new(MAX_HOLES) }
+    }
+}
+
+impl Open {
+    fn new(write_bytes: u64) -> Self {
+        let frames = Numbers::new(MAX_FRAME_HOLES);
+        Self { write_bytes, admitted_bytes: 0, landed_bytes: 0, frames, notification: None }
+    }
 }
 
 impl Progress {
@@ -51,22 +62,15 @@ impl Progress {
         if !self.open.contains_key(&words.sequence) && self.open.len() >= MAX_OPEN {
             return Err(Refusal::TooMany);
         }
-        let open = self.open.entry(words.sequence).or_default();
-        if open.write_bytes == 0 {
-            open.write_bytes = words.write_bytes;
-        }
+        let open = self.open.entry(words.sequence).or_insert_with(|| Open::new(words.write_bytes));
         let admitted = open.admitted_bytes.saturating_add(words.payload_bytes);
-        if open.write_bytes != words.write_bytes || admitted > open.write_bytes || words.frame >= MAX_FRAMES {
-            return Err(Refusal::Inconsistent);
-        }
-        let (word, bit) = (words.frame as usize / 64, 1u64 << (words.frame % 64));
-        if open.frames.len() <= word {
-            open.frames.resize(word + 1, 0);
-        }
-        if open.frames[word] & bit != 0 {
+        if open.frames.contains(words.frame) {
             return Err(Refusal::SequenceTaken);
         }
-        open.frames[word] |= bit;
+        if open.write_bytes != words.write_bytes || admitted > open.write_bytes {
+            return Err(Refusal::Inconsistent);
+        }
+        open.frames.insert(words.frame)?;
         open.admitted_bytes = admitted;
         if words.frame == 0 {
             open.notification = Some(Bytes::copy_from_slice(notification));
@@ -117,14 +121,18 @@ impl Progress {
 }
 
 /// A set of numbers, kept as ranges: consecutive numbers cost nothing.
-#[derive(Default)]
 struct Numbers {
     /// First number of a range, and its last.
     ranges: BTreeMap<u32, u32>,
+    max_ranges: usize,
     full: bool,
 }
 
 impl Numbers {
+    fn new(max_ranges: usize) -> Self {
+        Self { ranges: BTreeMap::new(), max_ranges, full: false }
+    }
+
     fn contains(&self, number: u32) -> bool {
         self.full || self.ranges.range(..=number).next_back().is_some_and(|(_, &last)| number <= last)
     }
@@ -133,7 +141,7 @@ impl Numbers {
         if self.contains(number) {
             return Ok(());
         }
-        if self.ranges.len() >= MAX_HOLES {
+        if self.ranges.len() >= self.max_ranges {
             self.full = true;
             return Err(Refusal::TooMany);
         }
@@ -173,7 +181,10 @@ mod tests {
         assert_eq!(progress.admit(words(5, 1, 5), b""), Err(Refusal::Inconsistent));
         let other_total = FrameWords { write_bytes: 11, ..words(5, 1, 4) };
         assert_eq!(progress.admit(other_total, b""), Err(Refusal::Inconsistent));
-        assert_eq!(progress.admit(words(6, MAX_FRAMES, 4), b""), Err(Refusal::Inconsistent));
+        let frames =
+            (0..=MAX_FRAME_HOLES as u32).map(|frame| FrameWords { write_bytes: 1000, ..words(6, 2 * frame, 1) });
+        let refused = frames.map(|words| progress.admit(words, b"")).find(Result::is_err);
+        assert_eq!(refused, Some(Err(Refusal::TooMany)));
     }
 
     #[test]
@@ -195,7 +206,7 @@ mod tests {
             progress.admit(words(sequence, 0, 10), b"").unwrap();
         }
         assert_eq!(progress.admit(words(u32::MAX, 0, 10), b""), Err(Refusal::TooMany));
-        let mut numbers = Numbers::default();
+        let mut numbers = Numbers::new(MAX_HOLES);
         for at in 0..MAX_HOLES as u32 {
             numbers.insert(2 * at).unwrap();
         }
@@ -206,7 +217,7 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn numbers_agree_with_a_set(inserted in proptest::collection::vec(0u32..40, 0..60)) {
-            let (mut numbers, mut set) = (Numbers::default(), BTreeSet::new());
+            let (mut numbers, mut set) = (Numbers::new(MAX_HOLES), BTreeSet::new());
             for number in inserted {
                 numbers.insert(number).unwrap();
                 set.insert(number);

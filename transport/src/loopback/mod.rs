@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bytes::Bytes;
 use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::MAX_PAYLOAD_BYTES;
 
 pub use endpoint::Loopback;
 pub use faults::{FaultPlan, FaultRates};
@@ -34,7 +35,7 @@ pub struct LoopbackConfig {
     pub max_messages: usize,
     /// The most peers at once, and the most addresses.
     pub max_peers: usize,
-    /// Payload bytes of one frame.
+    /// Payload bytes of one frame; brought into 64 bytes to 4 MiB.
     pub frame_bytes: u64,
 }
 
@@ -71,6 +72,9 @@ impl LoopbackNetwork {
     /// Makes an endpoint called `peer`, which introduces itself with `greeting`; what it sends suffers `faults`.
     #[must_use]
     pub fn endpoint(&self, peer: PeerId, greeting: Bytes, config: LoopbackConfig, faults: FaultPlan) -> Loopback {
+        // A frame has some bytes, and as many as its header can say.
+        let frame_bytes = config.frame_bytes.clamp(64, MAX_PAYLOAD_BYTES as u64);
+        let config = LoopbackConfig { frame_bytes, ..config };
         let number = self.0.next.fetch_add(1, Ordering::Relaxed);
         let shared = Arc::new(Shared::new(Arc::clone(&self.0), number, peer, greeting, config));
         self.0.lock().insert(number, Arc::downgrade(&shared));

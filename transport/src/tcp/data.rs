@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::endpoint::{Command, Shared};
-use super::lane::Lane;
+use super::lane::{Lane, Ready};
 use super::session::Session;
 use super::wake::Waker;
 
@@ -56,15 +56,15 @@ impl DataThread {
                     }
                 }
             });
-            self.sleep(&lanes);
+            self.sleep(&mut lanes);
         }
     }
 
-    fn sleep(&self, lanes: &[Lane]) {
+    fn sleep(&self, lanes: &mut [Lane]) {
         let mut timeout = None;
         let mut fds = Vec::with_capacity(lanes.len() + 1);
         fds.push(self.waker.entry());
-        for lane in lanes {
+        for lane in &*lanes {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, lane.wants.read);
             flags.set(PollFlags::OUT, lane.wants.write);
@@ -82,5 +82,17 @@ impl DataThread {
             };
         }
         self.waker.sleep(&mut fds, timeout);
+        let found: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();
+        let mut found = found.into_iter();
+        for lane in lanes {
+            let was_polled = lane.wants.read || lane.wants.write;
+            let found = if was_polled { found.next().unwrap_or(PollFlags::empty()) } else { PollFlags::empty() };
+            // What was not waited for is tried; a hang-up or an error shows in either direction.
+            let broken = found.intersects(PollFlags::HUP | PollFlags::ERR);
+            lane.ready = Ready {
+                read: !lane.wants.read || found.contains(PollFlags::IN) || broken,
+                write: !lane.wants.write || found.contains(PollFlags::OUT) || broken,
+            };
+        }
     }
 }

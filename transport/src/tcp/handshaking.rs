@@ -6,7 +6,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_protocol::wire::{Dialler, Established, HandshakeError, HandshakeStep, Identity, Listener, Step, Verdict};
+use kvferry_protocol::wire::{
+    Declined, Dialler, Established, HandshakeError, HandshakeStep, Identity, Listener, Step, Verdict,
+};
 use rustix::event::{PollFd, PollFlags};
 
 use super::pending::Pending;
@@ -61,6 +63,8 @@ pub(crate) enum Outcome {
     Said(Identity),
     /// The verdict was sent.
     Judged,
+    /// The peer keeps the session that it dialled itself.
+    Needless,
     /// It failed.
     Failed(TransportError),
 }
@@ -163,6 +167,7 @@ impl Handshaking {
                 Machine::Dialler(dialler) => match dialler.feed(&input) {
                     Ok(Step::More) => {}
                     Ok(Step::Said(established)) => return Ok(Some(Outcome::Dialled(established))),
+                    Err(HandshakeError::Declined(Declined::Duplicate)) => return Ok(Some(Outcome::Needless)),
                     Err(error) => return Err(refused(&peer, &error)),
                 },
                 Machine::Listener(listener) => match listener.feed(&input) {

@@ -18,6 +18,8 @@ use crate::raw::{RawRun, advance};
 
 /// How many system calls one direction of a lane makes before the thread looks at its other lanes.
 const TURN_CALLS: usize = 16;
+/// A read or write that moved less than it could have, and less than this, was the last for now.
+const RETRY_BYTES: usize = 32 << 10;
 /// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
 const SCRAP_BYTES: usize = 64 << 10;
 /// Acknowledgements that wait before the lane stops reading.
@@ -35,6 +37,15 @@ pub(crate) struct Lane {
     scratch: Vec<RawRun>,
     /// What to wait for.
     pub(crate) wants: Wants,
+    /// Which direction poll(2) found ready, or did not wait for.
+    pub(crate) ready: Ready,
+}
+
+/// Which directions of a lane are worth a system call.
+#[derive(Clone, Copy)]
+pub(crate) struct Ready {
+    pub(crate) read: bool,
+    pub(crate) write: bool,
 }
 
 /// What a lane waits for.
@@ -107,6 +118,7 @@ impl Lane {
             incoming: NO_HEADER,
             scratch: Vec::new(),
             wants,
+            ready: Ready { read: true, write: true },
         }
     }
 
@@ -121,7 +133,8 @@ impl Lane {
     pub(crate) fn turn(&mut self, core: &Core, sink: &mut [u8], frame_bytes: u64) -> Result<(), TransportError> {
         self.wants = Wants::default();
         let mut calls = 0;
-        loop {
+        self.wants.read = !self.ready.read;
+        while self.ready.read {
             if core.events.is_full() || self.words.len() > MAX_WORDS_BYTES {
                 break;
             }
@@ -138,7 +151,8 @@ impl Lane {
             }
         }
         calls = 0;
-        loop {
+        self.wants.write = !self.ready.write;
+        while self.ready.write {
             match self.send(core, frame_bytes)? {
                 Turn::Moved if calls < TURN_CALLS => calls += 1,
                 Turn::Moved => {
@@ -319,8 +333,9 @@ impl Lane {
         match call.result {
             Ok(moved) => {
                 self.session.note_moved(Instant::now());
-                // Less than could have been: asking again now would be a system call for nothing.
-                Ok(if moved < call.asked { Turn::Blocked } else { Turn::Moved })
+                // Much came, and while it was copied more may have come: a call that does not wait leaves that for the next one.
+                let is_over = moved < call.asked && moved < RETRY_BYTES;
+                Ok(if is_over { Turn::Blocked } else { Turn::Moved })
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Turn::Blocked),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Turn::Moved),

@@ -28,6 +28,10 @@ impl Driver<'_> {
                 let handshake = self.handshaking.swap_remove(index);
                 self.failed(&handshake, reason);
             }
+            Some(Outcome::Needless) => {
+                let handshake = self.handshaking.swap_remove(index);
+                self.wait_with(handshake.address);
+            }
             Some(Outcome::Judged) => {
                 let handshake = self.handshaking.swap_remove(index);
                 self.judged(handshake);

@@ -5,6 +5,7 @@
 
 mod arena;
 mod cases;
+pub mod decoders;
 mod node;
 mod pages;
 mod proxy;

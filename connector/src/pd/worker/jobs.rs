@@ -86,9 +86,9 @@ impl Movers {
     }
 
     /// Takes a job; gives it back if [`Movers::LIMIT`] are out.
-    pub(super) fn submit(&self, job: Job) -> Result<(), Job> {
+    pub(super) fn submit(&self, job: Job) -> Option<Job> {
         let jobs = self.jobs.as_ref().expect("open until drop");
-        jobs.try_send(job).map_err(crossbeam_channel::TrySendError::into_inner)
+        jobs.try_send(job).err().map(crossbeam_channel::TrySendError::into_inner)
     }
 }
 

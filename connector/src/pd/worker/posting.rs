@@ -97,7 +97,7 @@ impl Driver {
     /// Moves writes on, as far as slabs, movers and transport have room.
     pub(super) fn push_posts(&mut self) {
         while let Some(waiting) = self.posting.jobs.pop_front() {
-            if let Err(waiting) = self.submit(waiting) {
+            if let Some(waiting) = self.submit(waiting) {
                 self.posting.jobs.push_front(waiting);
                 self.board.metrics.slab_waits_total.add(1);
                 break;
@@ -113,28 +113,27 @@ impl Driver {
         }
     }
 
-    fn submit(&mut self, waiting: Waiting) -> Result<(), Waiting> {
-        let (write, plan, blocks, slab) = match waiting {
-            Waiting::Verify(job) => return self.movers.submit(job).map_err(Waiting::Verify),
-            Waiting::Prepare { write, .. }
-                if self.posting.writes.get(&write).is_none_or(|pending| pending.cancelled) =>
-            {
-                self.posted(write, PostOutcome::Lost);
-                return Ok(());
-            }
-            Waiting::Prepare { write, plan, pack: true, blocks } => {
-                let bytes = usize::try_from(plan.bytes()).unwrap_or(usize::MAX);
-                match self.posting.slabs.take(bytes) {
-                    Some(slab) => (write, plan, blocks, Some(slab)),
-                    None => return Err(Waiting::Prepare { write, plan, pack: true, blocks }),
-                }
-            }
-            Waiting::Prepare { write, plan, pack: false, blocks } => (write, plan, blocks, None),
+    /// Hands a job to the movers; gives back what must wait for a slab or for room.
+    fn submit(&mut self, waiting: Waiting) -> Option<Waiting> {
+        let (write, plan, pack, blocks) = match waiting {
+            Waiting::Verify(job) => return self.movers.submit(job).map(Waiting::Verify),
+            Waiting::Prepare { write, plan, pack, blocks } => (write, plan, pack, blocks),
         };
-        self.movers.submit(Job::Prepare { write, plan, slab, blocks }).map_err(|job| match job {
-            Job::Prepare { write, plan, slab, blocks } => {
-                Waiting::Prepare { write, plan, pack: slab.is_some(), blocks }
+        if self.posting.writes.get(&write).is_none_or(|pending| pending.cancelled) {
+            self.posted(write, PostOutcome::Lost);
+            return None;
+        }
+        let slab = if pack {
+            let bytes = usize::try_from(plan.bytes()).unwrap_or(usize::MAX);
+            match self.posting.slabs.take(bytes) {
+                Some(slab) => Some(slab),
+                None => return Some(Waiting::Prepare { write, plan, pack, blocks }),
             }
+        } else {
+            None
+        };
+        self.movers.submit(Job::Prepare { write, plan, slab, blocks }).map(|job| match job {
+            Job::Prepare { write, plan, blocks, .. } => Waiting::Prepare { write, plan, pack, blocks },
             job @ Job::Verify { .. } => Waiting::Verify(job),
         })
     }

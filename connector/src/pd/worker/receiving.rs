@@ -353,7 +353,9 @@ impl Driver {
             Err(problem) => {
                 // The plan was made here from blocks that were checked when the load began.
                 tracing::error!(%transfer, problem, "what landed cannot be digested");
-                self.with_receiving(transfer, |entry, now| entry.machine.cancel(now));
+                self.with_receiving(transfer, |entry, now| {
+                    entry.machine.digest_failed(now, generation, sequence, &problem)
+                });
             }
         }
         self.finish_receiving(transfer);

@@ -21,7 +21,7 @@ mod wire;
 pub use nest::{PieceEnd, PlanLoop, PlanPiece};
 pub use order::{Axis, LayoutOrder, OrderError};
 pub use page::{PageCopy, Strip};
-pub use plan::{CopyPlan, PlanGroup, plan};
+pub use plan::{CopyPlan, PlanGroup, plan, plan_in_place};
 pub use spans::Pair;
 pub use strides::{KvLayout, KvShape, LayerBase, LayoutError, Place, PlaneStrides};
 pub use tp::{HeadSource, TpError, heads_of, readers_of, sources_of};

@@ -59,6 +59,21 @@ pub(super) struct LayerPiece {
 /// [`PlanError`] if a side does not hold the selection, the bytes of a token differ, a block lies outside its pool, or the
 /// destination names a block twice.
 pub fn plan(src: &CacheView<'_>, dst: &CacheView<'_>, selection: &Selection) -> Result<CopyPlan, PlanError> {
+    let plan = lay_out(src, dst, selection)?;
+    spans::check_written_once(dst, &selection.tokens)?;
+    Ok(plan)
+}
+
+/// Plans a pass over one view's own bytes, for digests and the like: source and destination are the same places, and nothing is
+/// to be written, so a block may stand twice in the view's list.
+///
+/// # Errors
+/// [`PlanError`] if the view does not hold the selection, or a block lies outside its pool.
+pub fn plan_in_place(view: &CacheView<'_>, selection: &Selection) -> Result<CopyPlan, PlanError> {
+    lay_out(view, view, selection)
+}
+
+fn lay_out(src: &CacheView<'_>, dst: &CacheView<'_>, selection: &Selection) -> Result<CopyPlan, PlanError> {
     view::check(src, dst, selection)?;
     let mut plan = CopyPlan {
         groups: Vec::new(),

@@ -42,7 +42,6 @@ pub(super) fn cut(src: &CacheView<'_>, dst: &CacheView<'_>, tokens: &Range<u32>)
         }
         token += length;
     }
-    check_written_once(dst, tokens)?;
     Ok(groups)
 }
 
@@ -57,7 +56,8 @@ fn locate(view: &CacheView<'_>, side: Side, token: u32) -> Result<(BlockId, u32)
     Ok((block, place % shape.tokens_per_block))
 }
 
-fn check_written_once(dst: &CacheView<'_>, tokens: &Range<u32>) -> Result<(), PlanError> {
+/// Checks that no two of the selected tokens' blocks are the same.
+pub(super) fn check_written_once(dst: &CacheView<'_>, tokens: &Range<u32>) -> Result<(), PlanError> {
     if tokens.is_empty() {
         return Ok(());
     }

@@ -6,6 +6,7 @@
 //! | [`Offer`] | sender | receiver | "I lease this"; prefill speaks first |
 //! | [`Grant`] | receiver | sender | "write these rectangles, under this generation" |
 //! | [`Renew`] | receiver | sender | "I still want it: keep the lease this long from now" |
+//! | [`Working`] | sender | receiver | "nothing to send yet: the engine computes, or the request waits for it"; answers a Renew |
 //! | [`Stop`] | receiver | sender | "post nothing more under this generation, and tell me when nothing is posted" |
 //! | [`Stopped`] | sender | receiver | "nothing is posted under that generation, and nothing will be" |
 //! | [`Abort`] | sender | receiver | "I shall send no more, because ...; what is your word?" |
@@ -50,6 +51,8 @@ pub enum Message {
     Ended(Ended),
     /// Bytes between the two engines; kvferry carries them in order and does not read them.
     Engine(EngineBytes),
+    /// The sender has nothing to send yet.
+    Working(Working),
 }
 
 /// The sender's blocks for a transfer: what is leased, computed or still to be computed.
@@ -85,6 +88,13 @@ pub struct Renew {
     pub transfer: TransferId,
     /// How long from its arrival the sender is asked to keep its lease, in milliseconds.
     pub ttl_ms: u32,
+}
+
+/// The sender has nothing to send yet, but its engine has the request: silence is not a stall.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Working {
+    /// Which transfer.
+    pub transfer: TransferId,
 }
 
 /// The receiver withdraws a grant and asks for the sender's word that nothing is posted under it.
@@ -147,6 +157,7 @@ impl Message {
             Self::Offer(m) => Some(m.transfer),
             Self::Grant(m) => Some(m.transfer),
             Self::Renew(m) => Some(m.transfer),
+            Self::Working(m) => Some(m.transfer),
             Self::Stop(m) => Some(m.transfer),
             Self::Stopped(m) => Some(m.transfer),
             Self::Abort(m) => Some(m.transfer),
@@ -167,6 +178,7 @@ impl Message {
             Self::Abort(_) => "Abort",
             Self::Ended(_) => "Ended",
             Self::Engine(_) => "Engine",
+            Self::Working(_) => "Working",
         }
     }
 }

@@ -200,6 +200,11 @@ impl World {
             hashed.push((token, layer, node.pool.read(&slot.blocks, token, layer)?));
         }
         slot.hashing -= 1;
+        if self.rng.once_in(400) {
+            return self.receiver(index, key, "digest_failed", |slot| {
+                slot.machine.digest_failed(now, generation, sequence, "the device is gone")
+            });
+        }
         slot.hashed.insert(rect).map_err(|error| error.to_string())?;
         let found = digest(hashed.into_iter());
         self.receiver(index, key, "digested", |slot| slot.machine.digested(now, generation, sequence, found))
@@ -410,8 +415,8 @@ impl World {
         if slot.posted.overlaps(rect) {
             return Err(format!("invariant 1: {transfer} posts {rect} again under generation {generation}"));
         }
-        if !grant.missing.as_slice().iter().any(|missing| missing.overlaps(rect)) {
-            return Err(format!("invariant 1: {transfer} posts {rect}, which is not granted"));
+        if !grant.missing.as_slice().iter().any(|missing| missing.contains(rect)) {
+            return Err(format!("invariant 1: {transfer} posts {rect}, which is in no window"));
         }
         let grant = u64::try_from(grant.key.get()).unwrap_or(u64::MAX);
         slot.posted.insert(rect).map_err(|error| error.to_string())?;

@@ -70,7 +70,7 @@ impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "seed {}, step {}, {} us: {}; replay: ", self.seed, self.step, self.at_us, self.what)?;
         write!(f, "KVFERRY_SIM_SEED={} cargo test -p kvferry-protocol --features sim --test simulation ", self.seed)?;
-        f.write_str("-- --nocapture replay")
+        f.write_str("-- --ignored --nocapture replay")
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::time::Time;
 use crate::ids::{PeerId, TransferId};
-use crate::message::{Abort, Ended, Message, Reason, Stopped, Verdict};
+use crate::message::{Abort, Ended, Message, Reason, Stopped, Verdict, Working};
 
 /// Early messages of all peers, at most one for each (peer, transfer).
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl Early {
             Message::Renew(_) => match self.kept.get_mut(&key) {
                 Some(Kept { message: Message::Grant(_), expires }) => {
                     *expires = now + self.config.ttl;
-                    None
+                    Some(Message::Working(Working { transfer }))
                 }
                 Some(_) | None => {
                     self.stats.dropped += 1;
@@ -100,7 +100,7 @@ impl Early {
                 }
                 None
             }
-            Message::Stopped(_) | Message::Manifest(_) | Message::Engine(_) => {
+            Message::Stopped(_) | Message::Working(_) | Message::Manifest(_) | Message::Engine(_) => {
                 self.stats.dropped += 1;
                 None
             }
@@ -197,6 +197,7 @@ fn negative(transfer: TransferId, message: &Message, text: &str) -> Option<Messa
         | Message::Stop(_)
         | Message::Stopped(_)
         | Message::Ended(_)
+        | Message::Working(_)
         | Message::Engine(_) => None,
     }
 }

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`ReceiverOutput::MakeGrant`] | grants the pages of the missing rectangles to the peer, answers `granted` or `grant_refused` |
 //! | [`ReceiverOutput::Send`] | sends it on the control lane |
-//! | [`ReceiverOutput::Verify`] | hashes the rectangle's bytes, answers `digested` |
+//! | [`ReceiverOutput::Verify`] | hashes the rectangle's bytes, answers `digested`, or `digest_failed` |
 //! | [`ReceiverOutput::Verified`] | makes the rectangle visible to attention |
 //! | [`ReceiverOutput::Revoke`] | revokes the grant; when that returned, hands in what landed before it, then answers `fenced` |
 //! | [`ReceiverOutput::Finished`] | tells the engine; only now may the blocks be used for anything else |

@@ -72,7 +72,7 @@ pub enum SenderOutput {
         generation: Generation,
         /// Which write of it, numbered from 0.
         sequence: u32,
-        /// What to write.
+        /// What to write; it lies inside one rectangle of the grant's `missing`.
         rect: Rect,
     },
     /// Cancel what is posted under this grant; nothing more will be posted under it.

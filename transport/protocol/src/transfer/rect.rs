@@ -67,6 +67,14 @@ impl Rect {
             && other.layer_end <= self.layer_end
     }
 
+    /// The cells of both, if there are any.
+    #[must_use]
+    pub fn intersect(self, other: Self) -> Option<Self> {
+        let tokens = self.token_first.max(other.token_first)..self.token_end.min(other.token_end);
+        let layers = self.layer_first.max(other.layer_first)..self.layer_end.min(other.layer_end);
+        Self::new(tokens, layers).ok()
+    }
+
     /// Whether they share a cell.
     #[must_use]
     pub const fn overlaps(self, other: Self) -> bool {

@@ -385,4 +385,5 @@ fn unseal<'a>(
 
 #[cfg(test)]
 #[path = "handshake_tests.rs"]
+#[expect(clippy::disallowed_methods, reason = "a test needs some moment to count from")]
 mod tests;

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use kvferry_protocol::layout::{
     CacheView, CopyPlan, KvLayout, KvShape, LayerBase, LayoutOrder, Place, PlaneStrides, Selection, Shard,
 };
+use kvferry_protocol::pages::Pages;
 use kvferry_protocol::{BlockId, LayerId, RegionId};
 use proptest::prelude::*;
 
@@ -86,6 +87,22 @@ impl OneSide {
     }
 }
 
+/// The places of a list of pages, byte by byte.
+pub(crate) fn bytes_of(pages: &[Pages]) -> Vec<Place> {
+    let mut out = Vec::new();
+    for list in pages {
+        for &base in &list.bases {
+            for piece in &list.pieces {
+                piece.for_each_run(base, |offset| {
+                    let byte = |at| Place { region: piece.region, offset: offset + at };
+                    out.extend((0..piece.run_bytes).map(byte));
+                });
+            }
+        }
+    }
+    out
+}
+
 /// Calls `run(layer, plane, head, token, src, dst, bytes)` for every single run of a selection, found one by one.
 pub(crate) fn each_run(
     src: &OneSide,
@@ -134,52 +151,62 @@ pub(crate) enum Allocation {
     Padded(u64),
     /// A region for each layer.
     LayerRegions,
+    /// A region for each layer, and V lies before K in it.
+    LayerRegionsValuesFirst,
     /// All layers in one region, at uneven distances.
     UnevenLayers,
     /// V lies before K.
     ValuesFirst,
+    /// K packed and V with gaps on some axes: not every stride of one is the other's.
+    UnlikePlanes { gap: u64, axes: u8 },
 }
 
 /// A layout of any allocation.
 pub(crate) fn layout(shape: KvShape, order: &str, allocation: Allocation) -> KvLayout {
     let order: LayoutOrder = order.parse().unwrap();
     let one_layer = KvShape { layers: 1, ..shape.clone() };
-    let per_layer = |base: &dyn Fn(u64, u64) -> LayerBase| {
-        let packed = KvLayout::packed(one_layer.clone(), order).unwrap();
-        let bytes = one_layer.block_bytes() * u64::from(one_layer.blocks);
-        let bases = (0..u64::from(shape.layers)).map(|layer| base(layer, bytes)).collect();
-        KvLayout::new(shape.clone(), packed.planes().to_vec(), bases).unwrap()
+    let layer_bytes = one_layer.block_bytes() * u64::from(one_layer.blocks);
+    let per_layer = |one: KvLayout, base: &dyn Fn(u64) -> LayerBase| {
+        let bases = (0..u64::from(shape.layers)).map(base).collect();
+        KvLayout::new(shape.clone(), one.planes().to_vec(), bases).unwrap()
     };
+    let region_each = |layer: u64| LayerBase { region: RegionId::new(layer as u32), offset: layer * 3 };
+    let values_first = |shape: KvShape| {
+        let mut flipped = shape.clone();
+        flipped.run_bytes.reverse();
+        let packed = KvLayout::packed(flipped, order).unwrap();
+        let planes = packed.planes().iter().rev().cloned().collect();
+        KvLayout::new(shape, planes, packed.bases().to_vec()).unwrap()
+    };
+    let packed = |shape: KvShape| KvLayout::packed(shape, order).unwrap();
     match allocation {
-        Allocation::Packed => KvLayout::packed(shape, order).unwrap(),
-        Allocation::Padded(gap) => padded(shape, order, gap),
-        Allocation::LayerRegions => {
-            per_layer(&|layer, _| LayerBase { region: RegionId::new(layer as u32), offset: layer * 3 })
-        }
-        Allocation::UnevenLayers => {
-            per_layer(&|layer, bytes| LayerBase { region: RegionId::new(0), offset: layer * bytes + layer * layer * 5 })
-        }
-        Allocation::ValuesFirst => {
-            let mut flipped = shape.clone();
-            flipped.run_bytes.reverse();
-            let packed = KvLayout::packed(flipped, order).unwrap();
-            let planes = packed.planes().iter().rev().cloned().collect();
-            KvLayout::new(shape, planes, packed.bases().to_vec()).unwrap()
-        }
+        Allocation::Packed => packed(shape),
+        Allocation::Padded(gap) => padded(shape, order, [gap; 2], u8::MAX),
+        Allocation::UnlikePlanes { gap, axes } => padded(shape, order, [0, gap], axes),
+        Allocation::LayerRegions => per_layer(packed(one_layer), &region_each),
+        Allocation::LayerRegionsValuesFirst => per_layer(values_first(one_layer), &region_each),
+        Allocation::UnevenLayers => per_layer(packed(one_layer), &|layer| LayerBase {
+            region: RegionId::new(0),
+            offset: layer * layer_bytes + layer * layer * 5,
+        }),
+        Allocation::ValuesFirst => values_first(shape),
     }
 }
 
-/// As [`KvLayout::packed`], with `gap` more bytes after what each axis steps over.
-fn padded(shape: KvShape, order: LayoutOrder, gap: u64) -> KvLayout {
+/// As [`KvLayout::packed`], with more bytes after what each axis steps over: inside P each plane has its own gap, outside P both
+/// have the larger one. Bit i of `axes` says whether the i-th axis, counted from the innermost, has gaps.
+fn padded(shape: KvShape, order: LayoutOrder, gaps: [u64; 2], axes: u8) -> KvLayout {
     use kvferry_protocol::layout::Axis;
+    let mut gaps = gaps;
     let mut planes: Vec<PlaneStrides> = shape
         .run_bytes
         .iter()
         .map(|&run_bytes| PlaneStrides { offset: 7, layer: 0, block: 0, head: 0, token: 0, run_bytes })
         .collect();
     let mut step: Vec<u64> = shape.run_bytes.iter().map(|&bytes| u64::from(bytes)).collect();
-    for axis in order.axes().into_iter().rev() {
-        for (plane, step) in planes.iter_mut().zip(&mut step) {
+    for (at, axis) in order.axes().into_iter().rev().enumerate() {
+        let gap = |plane: usize| if axes >> at & 1 == 1 { gaps[plane] } else { 0 };
+        for (index, (plane, step)) in planes.iter_mut().zip(&mut step).enumerate() {
             let (stride, count) = match axis {
                 Axis::Layer => (&mut plane.layer, u64::from(shape.layers)),
                 Axis::Block => (&mut plane.block, shape.blocks.into()),
@@ -187,15 +214,16 @@ fn padded(shape: KvShape, order: LayoutOrder, gap: u64) -> KvLayout {
                 Axis::Token => (&mut plane.token, shape.tokens_per_block.into()),
                 Axis::Plane => continue,
             };
-            *stride = *step + gap;
+            *stride = *step + gap(index);
             *step = *stride * count;
         }
         if axis == Axis::Plane {
             if let [_, value] = planes.as_mut_slice() {
-                value.offset += step[0] + gap;
+                value.offset += step[0] + gap(0);
             }
-            let both = step.iter().map(|step| step + gap).sum();
+            let both = step.iter().sum::<u64>() + 2 * gap(0);
             step.fill(both);
+            gaps = [gaps[0].max(gaps[1]); 2];
         }
     }
     KvLayout::new(shape, planes, vec![LayerBase { region: RegionId::new(0), offset: 11 }]).unwrap()
@@ -207,8 +235,10 @@ pub(crate) fn any_allocation() -> impl Strategy<Value = Allocation> {
         3 => Just(Allocation::Packed),
         1 => (1..9_u64).prop_map(Allocation::Padded),
         1 => Just(Allocation::LayerRegions),
+        1 => Just(Allocation::LayerRegionsValuesFirst),
         1 => Just(Allocation::UnevenLayers),
         1 => Just(Allocation::ValuesFirst),
+        2 => (1..9_u64, 1..32_u8).prop_map(|(gap, axes)| Allocation::UnlikePlanes { gap, axes }),
     ]
 }
 

@@ -18,11 +18,12 @@ pub struct ReceiverConfig {
     pub order: Order,
     /// The whole transfer ends by then.
     pub deadline: Duration,
-    /// How long nothing may be verified under a live grant. It includes the time that the peer computes before its first write.
+    /// How long nothing may be verified under a live grant, without the sender's word that it still computes. It is asked for
+    /// that word, with each renewal, at a third of this time.
     pub progress: Duration,
     /// How long the peer may be without a session, at the start and after a cut.
     pub absent: Duration,
-    /// How long the sender is asked to keep its lease; renewed at a third of it.
+    /// How long the sender is asked to keep its lease; renewed at a third of it, or of `progress` if that is shorter.
     pub lease_ttl: Duration,
     /// Ask the sender to stop, and wait this long for its word, before a grant is revoked that may be in use; for transports
     /// whose fence hits others, too. `None` where the fence is cheap.
@@ -86,6 +87,6 @@ impl ReceiverConfig {
     }
 
     pub(super) fn renew_interval(&self) -> Duration {
-        self.lease_ttl / 3
+        self.lease_ttl.min(self.progress) / 3
     }
 }

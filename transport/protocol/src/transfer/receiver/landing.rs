@@ -1,7 +1,5 @@
 //! What lands under a grant, and what its digests say.
 
-use std::collections::btree_map::Entry;
-
 use super::{Landing, Next, Planted, Receiver, State};
 use crate::digest::Digest;
 use crate::ids::Generation;
@@ -87,14 +85,7 @@ impl Receiver {
         sequence: u32,
         digest: Digest,
     ) -> Result<(), InputError> {
-        if self.generation != Some(generation) {
-            return Err(self.other_generation("digested", generation));
-        }
-        let Entry::Occupied(entry) = self.unverified.entry(sequence) else {
-            let transfer = self.config.transfer;
-            return Err(self.ignore(InputError::Sequence { transfer, input: "digested", sequence }));
-        };
-        let Landing { rect, claimed } = entry.remove();
+        let Landing { rect, claimed } = self.take_unverified(generation, sequence, "digested")?;
         if digest == claimed || self.bug.is(Planted::DigestIgnored) {
             self.verify(now, rect);
         } else {
@@ -104,6 +95,38 @@ impl Receiver {
         }
         self.after_fence(now);
         Ok(())
+    }
+
+    /// The bytes that [`ReceiverOutput::Verify`] named cannot be hashed; nothing reads them any more. Ends the transfer.
+    ///
+    /// # Errors
+    /// [`InputError`] if it was not asked for.
+    pub fn digest_failed(
+        &mut self,
+        now: Time,
+        generation: Generation,
+        sequence: u32,
+        problem: &str,
+    ) -> Result<(), InputError> {
+        let Landing { rect, .. } = self.take_unverified(generation, sequence, "digest_failed")?;
+        self.end(now, Verdict::failed(Reason::Digest, format!("{rect} cannot be hashed: {problem}")));
+        self.after_fence(now);
+        Ok(())
+    }
+
+    fn take_unverified(
+        &mut self,
+        generation: Generation,
+        sequence: u32,
+        input: &'static str,
+    ) -> Result<Landing, InputError> {
+        if self.generation != Some(generation) {
+            return Err(self.other_generation(input, generation));
+        }
+        let transfer = self.config.transfer;
+        self.unverified
+            .remove(&sequence)
+            .ok_or_else(|| self.stats.ignored.count(InputError::Sequence { transfer, input, sequence }))
     }
 
     /// Ends the transfer over a write that should not be. It may have changed verified bytes, so not even `Done` stands.

@@ -16,12 +16,30 @@ impl Receiver {
         }
         match message {
             Message::Offer(offer) => self.offer(now, &offer),
+            Message::Working(_) => self.working(now),
             Message::Stopped(stopped) => self.stopped(now, stopped),
             Message::Abort(abort) => self.abort(now, abort),
             Message::Ended(ended) => self.ended(now, ended),
             Message::Manifest(_) | Message::Grant(_) | Message::Renew(_) | Message::Stop(_) | Message::Engine(_) => {
                 Err(self.misfit(input))
             }
+        }
+    }
+
+    /// The sender's engine still computes, or has not come to the request: the wait for its first bytes begins anew. The
+    /// transfer's own deadline goes on.
+    fn working(&mut self, now: Time) -> Result<(), InputError> {
+        match &mut self.state {
+            State::Granted { stalled_by, .. } => {
+                *stalled_by = now + self.config.progress;
+                Ok(())
+            }
+            State::Waiting
+            | State::Granting { .. }
+            | State::Stopping { .. }
+            | State::Fencing { .. }
+            | State::Lingering { .. }
+            | State::Closed => Err(self.misfit("Working")),
         }
     }
 

@@ -1,10 +1,10 @@
 use std::time::Duration;
 
 use super::*;
-use crate::message::{Abort, Offer, Stopped, Wrote};
+use crate::message::{Abort, Offer, Stopped, Working, Wrote};
 
 const DEADLINE: u64 = 100;
-const PROGRESS: u64 = 20;
+const PROGRESS: u64 = 21;
 const ABSENT: u64 = 10;
 const LINGER: u64 = 5;
 
@@ -176,6 +176,17 @@ fn a_wrong_digest_is_never_visible_and_fails_the_transfer_with_what_is_good() {
 }
 
 #[test]
+fn bytes_that_cannot_be_hashed_fail_the_transfer_and_do_not_hold_its_end() {
+    let mut receiver = granted();
+    receiver.landed(at(1), wrote(0, 0, rect(16..32, 0..4))).unwrap();
+    receiver.digest_failed(at(1), generation(0), 0, "no plan").unwrap();
+    assert!(receiver.digest_failed(at(1), generation(0), 0, "again").is_err());
+    receiver.fenced(at(1), generation(0)).unwrap();
+    let (verdict, good_until) = end(&outputs(&mut receiver));
+    assert_eq!((reason(&verdict), good_until), (Reason::Digest, 16));
+}
+
+#[test]
 fn good_tokens_end_where_the_first_layer_lacks_one() {
     for (name, landed, want) in [
         ("nothing", vec![], 16),
@@ -317,18 +328,24 @@ fn every_wait_has_an_end() {
         assert!(receiver.poll_timeout().is_none_or(|(next, _)| next > at(when)), "{name}");
     }
     let mut stalled = granted();
-    assert_eq!(stalled.poll_timeout(), Some((at(10), "renew")));
-    stalled.timeout(at(10));
-    let renew = Message::Renew(Renew { transfer: id(), ttl_ms: 30_000 });
-    assert_eq!(outputs(&mut stalled), [ReceiverOutput::Send(renew)]);
-    assert_eq!(stalled.poll_timeout(), Some((at(20), "progress")));
+    let renew = ReceiverOutput::Send(Message::Renew(Renew { transfer: id(), ttl_ms: 30_000 }));
+    for when in [7, 14] {
+        assert_eq!(stalled.poll_timeout(), Some((at(when), "renew")));
+        stalled.timeout(at(when));
+        assert_eq!(outputs(&mut stalled), std::slice::from_ref(&renew));
+    }
+    assert_eq!(stalled.poll_timeout(), Some((at(21), "progress")));
     land(&mut stalled, 19, 0, 0, rect(16..17, 0..1));
-    assert_eq!(stalled.poll_timeout(), Some((at(20), "renew")), "progress moves the limit");
-    stalled.timeout(at(39));
-    stalled.fenced(at(39), generation(0)).unwrap();
+    assert_eq!(stalled.poll_timeout(), Some((at(21), "renew")), "progress moves the limit");
+    outputs(&mut stalled);
+    stalled.message(at(20), Message::Working(Working { transfer: id() })).unwrap();
+    stalled.timeout(at(40));
+    assert_eq!(stalled.state(), "Granted", "the sender's word that it computes moves it, too");
+    stalled.timeout(at(41));
+    stalled.fenced(at(41), generation(0)).unwrap();
     assert_eq!(reason(&end(&outputs(&mut stalled)).0), Reason::Stalled);
-    assert_eq!(stalled.poll_timeout(), Some((at(39 + LINGER), "linger")));
-    stalled.timeout(at(39 + LINGER));
+    assert_eq!(stalled.poll_timeout(), Some((at(41 + LINGER), "linger")));
+    stalled.timeout(at(41 + LINGER));
     assert!(stalled.is_closed());
 }
 

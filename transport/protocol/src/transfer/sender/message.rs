@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Planted, Sender, State};
-use crate::message::{Abort, Ended, Failure, Grant, Message, Reason, Renew, Stop, Verdict};
+use crate::message::{Abort, Ended, Failure, Grant, Message, Reason, Renew, Stop, Verdict, Working};
 use crate::transfer::output::SenderOutput;
 use crate::transfer::{Coverage, InputError, Time};
 
@@ -23,9 +23,12 @@ impl Sender {
             Message::Renew(renew) => self.renew(now, renew),
             Message::Stop(stop) => self.stop(now, stop),
             Message::Ended(ended) => self.ended(ended),
-            Message::Manifest(_) | Message::Offer(_) | Message::Stopped(_) | Message::Abort(_) | Message::Engine(_) => {
-                Err(self.misfit(input))
-            }
+            Message::Manifest(_)
+            | Message::Offer(_)
+            | Message::Working(_)
+            | Message::Stopped(_)
+            | Message::Abort(_)
+            | Message::Engine(_) => Err(self.misfit(input)),
         }
     }
 
@@ -60,6 +63,7 @@ impl Sender {
             return Ok(());
         };
         (self.asked, self.ready) = (asked, ready);
+        self.windows = grant.missing.as_slice().to_vec();
         self.next_sequence = 0;
         self.stats.grants += 1;
         // The lease is held in these states, so this cannot fail; `timeout` notices if it is at its limit.
@@ -74,6 +78,9 @@ impl Sender {
         match &self.state {
             State::Waiting { .. } | State::Granted { .. } => {
                 let _held = self.lease.renew(now, Duration::from_millis(renew.ttl_ms.into()));
+                if self.waits_for_compute() {
+                    self.say(Message::Working(Working { transfer: self.config.transfer }));
+                }
                 Ok(())
             }
             State::Aborting { .. } | State::Ending { .. } | State::Closed => Err(self.misfit("Renew")),

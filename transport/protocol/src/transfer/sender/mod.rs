@@ -30,6 +30,8 @@ pub struct Sender {
     lease_reported: bool,
     link: Link,
     computed: Coverage,
+    /// The rectangles of the grant in use, as the receiver cut them: a post lies inside one of them.
+    windows: Vec<Rect>,
     /// Asked for under the grant, not posted yet.
     asked: Coverage,
     /// The part of it that is computed.
@@ -100,6 +102,7 @@ impl Sender {
             state: State::Waiting { word_by: None },
             link: Link { up: false, last_session: None, absent_by: None },
             computed: Coverage::new(),
+            windows: Vec::new(),
             asked: Coverage::new(),
             ready: Coverage::new(),
             heard: None,
@@ -351,7 +354,9 @@ impl Sender {
         let uncomputed = self.bug.is(Planted::PostUncomputed);
         while self.in_flight.len() < self.config.max_posts_in_flight.get() as usize {
             let source = if uncomputed { &self.asked } else { &self.ready };
-            let Some(rect) = source.first().map(|rect| self.config.first_post(rect)) else { break };
+            let Some(rect) = source.first().map(|rect| self.config.first_post(self.inside_a_window(rect))) else {
+                break;
+            };
             let (Ok(asked), Ok(ready)) = (self.asked.minus(&rect.into()), self.ready.minus(&rect.into())) else {
                 self.abort(now, Verdict::failed(Reason::Limit, "what is left to post is too shredded"));
                 return;
@@ -374,6 +379,18 @@ impl Sender {
             }
             self.state = State::Granted { generation, word_by: Some(now + self.config.word) };
         }
+    }
+
+    /// The first part of a rectangle that lies inside one rectangle of the grant: a receiver may keep a window for each.
+    fn inside_a_window(&self, rect: Rect) -> Rect {
+        let (token, layer) = (rect.tokens().start, rect.layers().start);
+        let holds = |window: &&Rect| window.tokens().contains(&token) && window.layers().contains(&layer);
+        self.windows.iter().find(holds).and_then(|window| window.intersect(rect)).unwrap_or(rect)
+    }
+
+    /// Whether the receiver wants what the engine has not computed, and nothing else is left to send.
+    fn waits_for_compute(&self) -> bool {
+        matches!(self.state, State::Granted { .. }) && self.in_flight.is_empty() && !self.asked.is_empty()
     }
 
     fn cancel_posts(&mut self, generation: Generation) {

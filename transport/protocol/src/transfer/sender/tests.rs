@@ -2,7 +2,7 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::time::Duration;
 
 use super::*;
-use crate::message::{Grant, Missing, OpaqueKey, Renew, Stop, WindowBytes};
+use crate::message::{Grant, Missing, OpaqueKey, Renew, Stop, WindowBytes, Working};
 
 const TTL: u64 = 30;
 const WORD: u64 = 10;
@@ -283,6 +283,24 @@ fn a_newer_grant_replaces_the_one_in_use() {
 }
 
 #[test]
+fn a_post_lies_inside_one_rectangle_of_the_grant() {
+    let mut sender = new(Order::DecodeFirst);
+    sender.computed(at(0), rect(0..16, 0..4)).unwrap();
+    sender.message(at(0), Message::Grant(grant(0, &[rect(0..32, 0..2), rect(8..16, 2..4)]))).unwrap();
+    let posts = outputs(&mut sender).split_off(1);
+    assert_eq!(posts, [post(0, 0, rect(0..16, 0..2)), post(0, 1, rect(8..16, 2..4))]);
+    let mut sender = new(Order::DecodeFirst);
+    sender.computed(at(0), rect(0..16, 0..4)).unwrap();
+    sender.message(at(0), Message::Grant(grant(0, &[rect(0..16, 2..4), rect(0..16, 0..2)]))).unwrap();
+    let posts = outputs(&mut sender).split_off(1);
+    assert_eq!(
+        posts,
+        [post(0, 0, rect(0..16, 0..2)), post(0, 1, rect(0..16, 2..4))],
+        "though they make up one rectangle"
+    );
+}
+
+#[test]
 fn a_grant_beyond_the_lease_is_refused_with_both_ranges() {
     let mut sender = new(Order::DecodeFirst);
     sender.message(at(0), Message::Grant(grant(0, &[rect(0..16, 0..4), rect(60..65, 0..1)]))).unwrap();
@@ -346,4 +364,25 @@ fn what_does_not_fit_is_a_typed_error_counted_and_changes_nothing() {
     assert_eq!((outputs(&mut sender), sender.state()), (vec![], "Granted"));
     let ignored = sender.stats().ignored;
     assert_eq!((ignored.state, ignored.sequence, ignored.transfer, ignored.session, ignored.computed), (2, 1, 1, 1, 1));
+}
+
+#[test]
+fn a_sender_that_waits_for_its_engine_says_so_when_it_is_asked() {
+    let renew = || Message::Renew(Renew { transfer: id(), ttl_ms: 30_000 });
+    let working = SenderOutput::Send(Message::Working(Working { transfer: id() }));
+    let mut sender = new(Order::DecodeFirst);
+    sender.message(at(1), Message::Grant(grant(0, &[rect(0..32, 0..4)]))).unwrap();
+    outputs(&mut sender);
+    sender.message(at(2), renew()).unwrap();
+    assert_eq!(outputs(&mut sender), [working], "nothing is computed yet");
+    sender.computed(at(3), rect(0..16, 0..4)).unwrap();
+    assert_eq!(outputs(&mut sender), [post(0, 0, rect(0..16, 0..4))]);
+    sender.message(at(4), renew()).unwrap();
+    assert_eq!(outputs(&mut sender), [], "bytes that travel speak for themselves");
+    taken(&mut sender, 5, 0, 0);
+    sender.computed(at(6), rect(16..32, 0..4)).unwrap();
+    outputs(&mut sender);
+    taken(&mut sender, 7, 0, 1);
+    sender.message(at(8), renew()).unwrap();
+    assert_eq!(outputs(&mut sender), [], "all is sent: it is for the receiver to speak");
 }

@@ -1,0 +1,45 @@
+//! Opens the transport that a configuration asks for.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile, Transport};
+
+use crate::config::{ConnectorConfig, TransportKind};
+use crate::error::ConnectorError;
+
+/// Opens a worker's transport: binds its listener, and proves itself to peers with `greeting`
+/// ([`greeting`](crate::pd::greeting) of the worker's cache).
+///
+/// # Errors
+/// [`ConnectorError::Config`] for what no process of its own can use (loopback, or a missing key);
+/// [`ConnectorError::Transport`] if the address cannot be bound.
+pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<dyn Transport>, ConnectorError> {
+    let network = config.network();
+    let refuse = |key, problem: String| ConnectorError::Config { key, problem };
+    if network.transport == TransportKind::Loopback {
+        let problem = "it joins workers of one process; make one with LoopbackNetwork, or write \"tcp\"".to_owned();
+        return Err(refuse("transport", problem));
+    }
+    let Some(psk) = &network.psk else {
+        return Err(refuse("psk_file", "tcp needs the cluster's key; name its file, or set KVFERRY_PSK".to_owned()));
+    };
+    let key = ClusterKey::new(psk.expose()).map_err(|error| refuse("psk_file", error.to_string()))?;
+    let defaults = TcpConfigFile::default();
+    let file = TcpConfigFile {
+        listen: network.listen,
+        advertise: network.advertise,
+        lanes_same_host: network.lanes.map_or(defaults.lanes_same_host, Into::into),
+        lanes_remote: network.lanes.map_or(defaults.lanes_remote, Into::into),
+        // Restarts and replicas must not dial in step: the incarnation is drawn anew by each.
+        redial_seed: config.peer().incarnation.get(),
+        link_gbps: network.link_gbps,
+        ..defaults
+    };
+    let tcp =
+        TcpConfig::try_from(file).map_err(|error| refuse(error.key, format!("{}: {}", error.found, error.fix)))?;
+    let endpoint = Tcp::bind(tcp, key, config.peer().clone(), greeting);
+    let what = || format!("cannot listen on {}", network.listen);
+    Ok(Arc::new(endpoint.map_err(|source| ConnectorError::Transport { what: what(), source })?))
+}

@@ -1,0 +1,405 @@
+//! What only TCP can do wrong: strangers, torn streams, stopped senders, cut connections.
+
+mod common;
+
+use std::io::{Read, Write as _};
+use std::net::{Shutdown, TcpStream};
+use std::time::Instant;
+
+use bytes::Bytes;
+use common::{
+    KEY, RawPeer, VERSION, address, config, dialler, head, identity, key, node, node_with_key, shake, stream_to,
+};
+use kvferry_protocol::RegionId;
+use kvferry_protocol::pages::{Extent, Pages, Piece};
+use kvferry_protocol::wire::{
+    Challenge, ClusterKey, Declined, Dialler, FrameHeader, FrameKind, HandshakeError, Introduction, Refusal, VERSIONS,
+    Verdict, VersionRange,
+};
+use kvferry_transport::testing::{Node, PATIENCE, Proxy, ProxyPlan, peer};
+use kvferry_transport::{Event, GrantKey, PeerAddress, Source, TcpConfigFile, TransportError, Write};
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn a_sender_that_stops_in_the_middle_of_a_frame_cannot_write_after_revoke() {
+    let mut b = node("b", config(), MIB);
+    let mut raw = RawPeer::join(&mut b, "slow");
+    let grant = b.grant(&peer("slow", 1), 0, MIB as u64);
+    raw.data.write_all(&head(grant.0, 0, 0, MIB as u32)).unwrap();
+    raw.data.write_all(&vec![0x11; MIB / 2]).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while !b.memory.is_all(MIB / 2 - 1, 1, 0x11) {
+        assert!(Instant::now() < deadline, "the first half did not come");
+        std::thread::yield_now();
+    }
+    b.transport.revoke(grant);
+    b.memory.fill(0, MIB, 0xee);
+    raw.data.write_all(&vec![0x11; MIB / 2]).unwrap();
+    let word = raw.word();
+    assert_eq!((word.kind, word.refusal), (FrameKind::Refuse, Some(Refusal::UnknownGrant)));
+    b.wait_stats("the rest is thrown away", |stats| stats.dropped_bytes == MIB as u64 / 2);
+    assert!(b.memory.is_all(0, MIB, 0xee), "a late byte landed");
+    // The stream stayed in step.
+    let grant = b.grant(&peer("slow", 1), 64, 64);
+    raw.data.write_all(&[head(grant.0, 5, 0, 64), vec![0x22; 64]].concat()).unwrap();
+    assert_eq!((raw.word().kind, b.wait_landed(grant).0), (FrameKind::Ack, 5));
+    assert!(b.memory.is_all(64, 64, 0x22) && b.memory.is_all(128, MIB - 128, 0xee));
+    assert_eq!(b.transport.stats().refused_writes, 1);
+}
+
+#[test]
+fn a_write_cancelled_by_its_sender_ends_at_the_receiver_too() {
+    let mut b = node("b", config(), 4096);
+    let mut raw = RawPeer::join(&mut b, "c");
+    let grant = b.grant(&peer("c", 1), 0, 4096);
+    raw.data.write_all(&head(grant.0, 3, 0, 4096)).unwrap();
+    raw.control.write_all(&FrameHeader::about(FrameKind::Cancel, None, grant.0, 3).encode(VERSION)).unwrap();
+    let mut bytes = [0; FrameHeader::BYTES];
+    loop {
+        raw.control.read_exact(&mut bytes).unwrap();
+        let word = FrameHeader::decode(&bytes, VERSION).unwrap();
+        if word.kind != FrameKind::Ping {
+            assert_eq!((word.kind, word.refusal, word.sequence), (FrameKind::Refuse, Some(Refusal::Cancelled), 3));
+            break;
+        }
+    }
+    raw.data.write_all(&[0x11; 4096]).unwrap();
+    b.wait_stats("its payload is thrown away", |stats| stats.dropped_bytes == 4096);
+    assert!(b.memory.is_all(0, 4096, 0));
+}
+
+#[test]
+fn a_peer_with_another_key_is_refused_on_both_sides() {
+    let mut a = node_with_key("a", config(), 64, ClusterKey::new(&[8; 32]).unwrap());
+    let mut b = node("b", config(), 64);
+    a.transport.connect(&b.transport.local_address()).unwrap();
+    let Event::Down { peer: None, reason, .. } = a.wait("Down", |e| matches!(e, Event::Down { .. })) else {
+        panic!("it never proved who it is")
+    };
+    assert!(matches!(reason, TransportError::Authentication { .. }), "{reason}");
+    assert!(reason.to_string().contains("key"), "{reason}");
+    b.wait_stats("the refusal is counted", |stats| stats.refused_peers > 0);
+    assert_eq!(b.transport.stats().sessions_up, 0);
+    assert!(b.drain().is_empty(), "a stranger makes no event");
+}
+
+#[test]
+fn garbage_of_any_length_makes_no_session_and_does_no_harm() {
+    let mut b = node("b", config(), 64);
+    let mut noise = 0x1234_5678_u32;
+    let mut sent = 0;
+    let hello = dialler(Introduction::Peer(identity("x")), VERSIONS).poll_output().unwrap();
+    for length in (0..200).step_by(7).chain([47, 48, 49, 80, 4096, 100_000]) {
+        for begins_well in [false, true] {
+            let mut bytes: Vec<u8> = (0..length)
+                .map(|_| {
+                    noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    (noise >> 24) as u8
+                })
+                .collect();
+            if begins_well {
+                bytes.splice(0..0, hello.iter().copied());
+            }
+            let mut stream = stream_to(address(&b));
+            // The other side may be done with us before all is sent.
+            let _ = stream.write_all(&bytes).and_then(|()| stream.shutdown(Shutdown::Write));
+            let mut answer = Vec::new();
+            let _ = stream.read_to_end(&mut answer);
+            assert!(answer.len() <= 48, "more than a challenge: {} bytes", answer.len());
+            sent += 1;
+        }
+    }
+    b.wait_stats("all are counted", |stats| stats.refused_peers == sent);
+    assert!(b.drain().is_empty(), "strangers make no events");
+    let mut a = node("a", config(), 64);
+    a.meet(&mut b);
+}
+
+#[test]
+fn strangers_that_say_nothing_are_few_and_are_let_go() {
+    let limit = 4;
+    let file = TcpConfigFile { max_unauthenticated: limit, handshake_ms: 300, ..config() };
+    let mut b = node("b", file, 64);
+    let silent: Vec<TcpStream> = (0..limit).map(|_| stream_to(address(&b))).collect();
+    let mut next = stream_to(address(&b));
+    let hello = dialler(Introduction::Peer(identity("x")), VERSIONS).poll_output().unwrap();
+    next.write_all(&hello).unwrap();
+    let mut challenge = [0; 48];
+    next.read_exact(&mut challenge).unwrap();
+    assert!(Challenge::decode(&challenge).unwrap().busy);
+    for mut stream in silent {
+        assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "hung up at the deadline");
+    }
+    RawPeer::join(&mut b, "later");
+}
+
+#[test]
+fn a_peer_of_another_version_learns_both_ranges() {
+    let b = node("b", config(), 64);
+    let mut stream = stream_to(address(&b));
+    let theirs = VersionRange { min: 8, max: 9 };
+    let error = shake(&mut stream, dialler(Introduction::Peer(identity("new")), theirs)).unwrap().unwrap_err();
+    assert_eq!(error, HandshakeError::Version { our_min: 8, our_max: 9, their_min: 1, their_max: 1 });
+}
+
+#[test]
+fn a_data_lane_without_its_session_is_declined() {
+    let mut b = node("b", config(), 64);
+    let raw = RawPeer::join(&mut b, "c");
+    // Of an unknown session; again for a lane that is taken.
+    for session in [raw.session ^ 1, raw.session] {
+        let introduction = Introduction::Lane { session, lane: 0, secret: raw.secret.clone() };
+        let refused = shake(&mut stream_to(address(&b)), dialler(introduction, VERSIONS)).unwrap().unwrap_err();
+        assert_eq!(refused, HandshakeError::Declined(Declined::UnknownSession));
+    }
+}
+
+#[test]
+fn a_lane_secret_of_another_session_binds_nothing() {
+    let mut b = node("b", config(), 64);
+    let other = RawPeer::join(&mut b, "other");
+    let mut control = stream_to(address(&b));
+    let established = shake(&mut control, dialler(Introduction::Peer(identity("c")), VERSIONS)).unwrap().unwrap();
+    let Verdict::Peer(theirs) = established.verdict else { panic!("no session") };
+    let introduction = Introduction::Lane { session: theirs.session, lane: 0, secret: other.secret.clone() };
+    let refused = shake(&mut stream_to(address(&b)), dialler(introduction, VERSIONS)).unwrap().unwrap_err();
+    assert_eq!(refused, HandshakeError::Declined(Declined::UnknownSession));
+}
+
+#[test]
+fn torn_streams_end_the_session_with_what_was_wrong() {
+    let mut wrong_table = head(1, 0, 0, 64);
+    *wrong_table.last_mut().unwrap() ^= 1;
+    for (name, is_control, bytes) in [
+        ("garbage for a header", false, vec![0x5a; 64]),
+        ("garbage for a header", true, vec![0x5a; 64]),
+        ("a table that changed", false, wrong_table),
+        ("payload on the control lane", true, head(1, 0, 0, 64)),
+        ("a message on a data lane", false, FrameHeader::empty(FrameKind::Ping).encode(VERSION).to_vec()),
+        ("another version", false, FrameHeader::empty(FrameKind::Ack).encode(VERSION + 1).to_vec()),
+    ] {
+        let mut b = node("b", config(), 64);
+        let mut raw = RawPeer::join(&mut b, "torn");
+        let grant = b.grant(&peer("torn", 1), 0, 64);
+        if is_control { raw.control.write_all(&bytes) } else { raw.data.write_all(&bytes) }.unwrap();
+        let Event::Down { reason, .. } = b.wait_down(&peer("torn", 1)) else { unreachable!() };
+        assert!(matches!(reason, TransportError::Protocol { .. }), "{name}: {reason}");
+        assert_eq!(b.transport.stats().grants_live, 0, "{name}");
+        b.transport.revoke(grant);
+    }
+}
+
+#[test]
+fn a_silent_peer_is_given_up() {
+    let mut b = node("b", TcpConfigFile { keepalive_ms: 20, stall_ms: 60, ..config() }, 64);
+    let _raw = RawPeer::join(&mut b, "silent");
+    let Event::Down { reason, .. } = b.wait_down(&peer("silent", 1)) else { unreachable!() };
+    assert!(matches!(reason, TransportError::Stalled { .. }), "{reason}");
+}
+
+#[test]
+fn a_receiver_that_stops_reading_is_given_up_and_the_source_is_free() {
+    let mut b = node("b", TcpConfigFile { keepalive_ms: 20, stall_ms: 200, ..config() }, 8 * MIB);
+    let raw = RawPeer::join(&mut b, "stopped");
+    let mut control = raw.control.try_clone().unwrap();
+    // It answers on the control lane, so only the write stands still.
+    let answers = std::thread::spawn(move || {
+        let mut bytes = [0; FrameHeader::BYTES];
+        while control.read_exact(&mut bytes).is_ok() {
+            let _ = control.write_all(&FrameHeader::empty(FrameKind::Pong).encode(VERSION));
+        }
+    });
+    let post = b.post(&peer("stopped", 1), GrantKey(9), 0, 0, 0, 8 * MIB as u64);
+    assert!(matches!(b.wait_posted(post), Err(TransportError::Stalled { .. })));
+    b.wait_down(&peer("stopped", 1));
+    // The node hung up, or does now.
+    let _ = (raw.data.shutdown(Shutdown::Both), raw.control.shutdown(Shutdown::Both));
+    answers.join().unwrap();
+}
+
+#[test]
+fn a_cancelled_source_is_not_read_again_even_in_the_middle_of_a_frame() {
+    let mut a = node("a", config(), 8 * MIB);
+    a.memory.fill(0, 8 * MIB, 0x33);
+    let mut raw = RawPeer::join(&mut a, "slow");
+    let grant = GrantKey(9);
+    let post = a.post(&peer("slow", 1), grant, 4, 0, 0, 8 * MIB as u64);
+    // The frame has begun, and the socket is full long before its end.
+    let header = raw.word();
+    let mut table = vec![0; header.table_bytes as usize];
+    raw.data.read_exact(&mut table).unwrap();
+    a.transport.cancel(&peer("slow", 1), grant);
+    let mut bytes = [0; FrameHeader::BYTES];
+    while FrameHeader::decode(&bytes, VERSION).map(|header| header.kind) != Ok(FrameKind::Cancel) {
+        raw.control.read_exact(&mut bytes).unwrap();
+    }
+    assert!(a.drain().is_empty(), "it does not end before the receiver's word");
+    let word = FrameHeader::about(FrameKind::Refuse, Some(Refusal::Cancelled), grant.0, 4);
+    raw.control.write_all(&word.encode(VERSION)).unwrap();
+    assert!(matches!(a.wait_posted(post), Err(TransportError::Cancelled)));
+    a.memory.fill(0, 8 * MIB, 0x77);
+    let mut payload = vec![0xff; header.payload_bytes as usize];
+    raw.data.read_exact(&mut payload).unwrap();
+    assert!(payload.iter().all(|byte| matches!(byte, 0x33 | 0)), "the source was read after its post had ended");
+    assert!(payload.contains(&0), "the frame was whole before: the test has no teeth");
+}
+
+#[test]
+fn a_cut_in_the_middle_of_a_write_ends_it_on_both_sides_and_a_new_session_comes() {
+    let mut b = node("b", config(), 8 * MIB);
+    let mut a = node("a", config(), 8 * MIB);
+    let proxy = Proxy::new(address(&b), ProxyPlan { cut_after_bytes: Some(3 * MIB as u64), flip_at_byte: None });
+    a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
+    let Event::Up { session: first, .. } = a.wait_up(&b.peer) else { unreachable!() };
+    b.wait_up(&a.peer);
+    let grant = b.grant(&a.peer, 0, 8 * MIB as u64);
+    proxy.set_plan(ProxyPlan::default());
+    let posts: Vec<_> = (0..8).map(|n| a.post(&b.peer, grant, n, 0, 0, 8 * MIB as u64)).collect();
+    let outcomes: Vec<_> = posts.into_iter().map(|post| a.wait_posted(post)).collect();
+    assert!(outcomes.iter().any(Result::is_err), "the proxy cut");
+    a.wait_down(&b.peer);
+    b.wait_down(&a.peer);
+    assert_eq!((a.transport.stats().posts_live, b.transport.stats().grants_live), (0, 0));
+    let Event::Up { session: second, address: Some(at), .. } = a.wait_up(&b.peer) else { unreachable!() };
+    assert!(second > first);
+    assert_eq!(at, PeerAddress::Tcp(proxy.address()));
+    b.wait_up(&a.peer);
+    let grant = b.grant(&a.peer, 0, 64);
+    let post = a.post(&b.peer, grant, 0, 0, 0, 64);
+    a.wait_posted(post).unwrap();
+    drop((a, b));
+}
+
+#[test]
+fn a_bit_flipped_in_payload_on_the_way_lands_flipped() {
+    let mut b = node("b", config(), MIB);
+    let mut a = node("a", config(), MIB);
+    // One lane carries the frame; the handshake and the head are far shorter than this.
+    let proxy = Proxy::new(address(&b), ProxyPlan { cut_after_bytes: None, flip_at_byte: Some(100_000) });
+    a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
+    a.wait_up(&b.peer);
+    b.wait_up(&a.peer);
+    let grant = b.grant(&a.peer, 0, MIB as u64);
+    let post = a.post(&b.peer, grant, 0, 0, 0, MIB as u64);
+    a.wait_posted(post).unwrap();
+    b.wait_landed(grant);
+    let changed: Vec<u8> = b.memory.read(0, MIB).into_iter().filter(|byte| *byte != 0).collect();
+    assert_eq!(changed, [0x10], "one bit; it is for the digest above to notice");
+    drop((a, b));
+}
+
+#[test]
+fn crossing_dials_leave_a_session_that_works_both_ways() {
+    for round in 0..10 {
+        let mut a = node("a", config(), 4096);
+        let mut b = node("b", config(), 4096);
+        a.transport.connect(&b.transport.local_address()).unwrap();
+        b.transport.connect(&a.transport.local_address()).unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let mut good = 0;
+        // One session may replace another at first; then all goes well.
+        while good < 50 {
+            assert!(Instant::now() < deadline, "round {round}: no session stays");
+            let went = write_once(&mut a, &mut b) && write_once(&mut b, &mut a);
+            good = if went { good + 1 } else { 0 };
+            let _ = (a.drain(), b.drain());
+        }
+    }
+}
+
+/// Whether a write of 64 bytes under a grant of its own ends well.
+fn write_once(from: &mut Node, to: &mut Node) -> bool {
+    let piece = Piece { region: RegionId::new(0), offset: 0, loops: vec![], run_bytes: 64 };
+    let pages = Pages { bases: vec![0], pieces: vec![piece] };
+    let Ok(grant) = to.transport.grant(&from.peer, pages.clone()) else { return false };
+    let write = Write {
+        grant,
+        sequence: 0,
+        extents: vec![Extent::contiguous(0, 64)],
+        source: Source::Pages(vec![pages]),
+        notification: Bytes::new(),
+    };
+    let ended = from.transport.post(&to.peer, write).is_ok_and(|post| from.wait_posted(post).is_ok());
+    to.transport.revoke(grant);
+    ended
+}
+
+#[test]
+fn a_limited_link_carries_the_same_bytes() {
+    let file = TcpConfigFile { link_gbps: Some(0.8), frame_bytes: 64 << 10, ..config() };
+    let (mut a, mut b) = (node("a", file, 4 * MIB), node("b", config(), 4 * MIB));
+    a.meet(&mut b);
+    let bytes: Vec<u8> = (0..4 * MIB).map(|at| (at / 7) as u8).collect();
+    a.memory.write(0, &bytes);
+    let grant = b.grant(&a.peer, 0, 4 * MIB as u64);
+    let post = a.post(&b.peer, grant, 0, 0, 0, 4 * MIB as u64);
+    a.wait_posted(post).unwrap();
+    assert!(b.memory.read(0, 4 * MIB) == bytes);
+}
+
+#[test]
+fn a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing() {
+    const COUNT: u32 = 300;
+    let mut a = node("a", config(), 4096);
+    let mut b = node("b", TcpConfigFile { max_events: 8, ..config() }, 4096);
+    a.meet(&mut b);
+    let grant = b.grant(&a.peer, 0, 4096);
+    let posts: Vec<_> = (0..COUNT).map(|sequence| a.post(&b.peer, grant, sequence, 0, 0, 64)).collect();
+    for number in 0..COUNT {
+        a.transport.send(&b.peer, number.to_le_bytes().to_vec().into()).unwrap();
+    }
+    let (mut landed, mut messages) = (0, 0);
+    while landed < COUNT || messages < COUNT {
+        match b.wait("any", |_| true) {
+            Event::Landed { .. } => landed += 1,
+            Event::Message { message, .. } => {
+                assert_eq!(message[..], messages.to_le_bytes());
+                messages += 1;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    for post in posts {
+        a.wait_posted(post).unwrap();
+    }
+}
+
+#[test]
+fn an_advertised_address_keeps_the_port_that_was_bound() {
+    let file = TcpConfigFile { advertise: Some("192.0.2.1:0".parse().unwrap()), ..config() };
+    let a = node("a", file, 64);
+    let PeerAddress::Tcp(address) = a.transport.local_address() else { panic!("not TCP") };
+    assert_eq!(address.ip().to_string(), "192.0.2.1");
+    assert_ne!(address.port(), 0);
+}
+
+#[test]
+fn an_endpoint_that_dials_itself_is_told_so() {
+    let mut a = node("a", config(), 64);
+    a.transport.connect(&a.transport.local_address()).unwrap();
+    let event = a.wait("Down", |event| matches!(event, Event::Down { .. }));
+    assert!(format!("{event:?}").contains("own"), "{event:?}");
+}
+
+#[test]
+fn a_recorded_proof_is_worth_nothing_to_another_listener_nonce() {
+    let b = node("b", config(), 64);
+    let mut recorded = Vec::new();
+    for attempt in 0..2 {
+        let mut stream = stream_to(address(&b));
+        let introduction = Introduction::Peer(identity("replay"));
+        let mut dialler = Dialler::new(key(), VERSIONS, introduction, [3; 32], Instant::now());
+        stream.write_all(&dialler.poll_output().unwrap()).unwrap();
+        let mut challenge = [0; 48];
+        stream.read_exact(&mut challenge).unwrap();
+        dialler.feed(&challenge).unwrap();
+        let proof = dialler.poll_output().unwrap();
+        let sent = if attempt == 0 { &proof } else { &recorded };
+        stream.write_all(sent).unwrap();
+        let answered = stream.read_exact(&mut [0; 32]).is_ok();
+        assert_eq!(answered, attempt == 0);
+        recorded = proof;
+    }
+    assert_ne!(recorded, KEY);
+}
