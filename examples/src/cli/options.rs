@@ -1,0 +1,163 @@
+//! Command-line options, checked where they are parsed.
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, ValueEnum};
+use kvferry_kernels::KvDtype;
+use kvferry_protocol::layout::LayoutOrder;
+
+/// Which side of a transfer speaks first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Order {
+    /// Decode grants and asks; prefill computes and fills the grant.
+    DecodeFirst,
+    /// Prefill computes and offers; decode grants when it hears of it.
+    PrefillFirst,
+}
+
+/// How bytes travel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum TransportKind {
+    /// Striped TCP connections.
+    Tcp,
+}
+
+/// What every engine needs: a model and a cache.
+#[derive(Args, Clone, Debug)]
+pub struct EngineOptions {
+    /// A GGUF file of a Llama, or `embedded` for the small built-in model
+    #[arg(long, value_name = "PATH|embedded", default_value = "embedded")]
+    pub model: PathBuf,
+    /// Element type of the KV cache: f32, f16 or bf16
+    #[arg(long, value_name = "DTYPE", default_value = "f16")]
+    pub kv_dtype: KvDtype,
+    /// Order of the KV cache's axes, outermost first
+    #[arg(long, value_name = "ORDER", default_value = "BLPNHC")]
+    pub layout: LayoutOrder,
+    /// Tokens in one KV block
+    #[arg(long, value_name = "TOKENS", default_value = "16", value_parser = tokens_per_block)]
+    pub block: u32,
+    /// KV blocks in the cache
+    #[arg(long, value_name = "COUNT", default_value = "1024")]
+    pub blocks: NonZeroU32,
+    /// The most prompt tokens that are computed in one step
+    #[arg(long, value_name = "TOKENS", default_value = "128")]
+    pub chunk: NonZeroU32,
+    /// The most requests that are computed at the same time
+    #[arg(long, value_name = "COUNT", default_value = "16")]
+    pub max_running: NonZeroU32,
+    /// Threads of the engine; outputs do not depend on it
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    pub threads: NonZeroU32,
+}
+
+/// How two nodes reach each other.
+#[derive(Args, Clone, Debug)]
+pub struct LinkOptions {
+    /// How KV blocks travel
+    #[arg(long, value_enum, default_value = "tcp")]
+    pub transport: TransportKind,
+    /// Limits the sending side to so many gigabits a second
+    #[arg(long, value_name = "GBPS", value_parser = gbps)]
+    pub link_gbps: Option<f64>,
+}
+
+/// Prefills in one process, decodes in another, and compares with a single process.
+#[derive(Parser, Clone, Debug)]
+#[command(name = "pair", version)]
+pub struct PairOptions {
+    /// A GGUF file of a Llama, or `embedded` for the small built-in model
+    #[arg(long, value_name = "PATH|embedded", default_value = "embedded")]
+    pub model: PathBuf,
+    /// A file with one prompt a line; \n, \t and \\ are escapes. Without it a few prompts are built in
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// Tokens to generate for each prompt
+    #[arg(long, value_name = "COUNT", default_value = "32")]
+    pub max_tokens: NonZeroU32,
+    /// Prompts that are under way at the same time
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    pub concurrency: NonZeroU32,
+    /// Which side of a transfer speaks first
+    #[arg(long, value_enum, default_value = "decode-first")]
+    pub order: Order,
+    /// Element type of the KV cache: f32, f16 or bf16
+    #[arg(long, value_name = "DTYPE", default_value = "f16")]
+    pub kv_dtype: KvDtype,
+    /// Order of the axes of prefill's KV cache, outermost first
+    #[arg(long, value_name = "ORDER", default_value = "BLPNHC")]
+    pub prefill_layout: LayoutOrder,
+    /// Order of the axes of decode's KV cache, outermost first
+    #[arg(long, value_name = "ORDER", default_value = "BLPNHC")]
+    pub decode_layout: LayoutOrder,
+    /// Tokens in one KV block of prefill
+    #[arg(long, value_name = "TOKENS", default_value = "16", value_parser = tokens_per_block)]
+    pub prefill_block: u32,
+    /// Tokens in one KV block of decode
+    #[arg(long, value_name = "TOKENS", default_value = "16", value_parser = tokens_per_block)]
+    pub decode_block: u32,
+    /// The most prompt tokens that are computed in one step
+    #[arg(long, value_name = "TOKENS", default_value = "128")]
+    pub chunk: NonZeroU32,
+    /// How the nodes reach each other
+    #[command(flatten)]
+    pub link: LinkOptions,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn tokens_per_block(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(tokens @ 1..=1024) => Ok(tokens),
+        _ => Err("write a number of tokens from 1 to 1024".into()),
+    }
+}
+
+fn gbps(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(rate) if (0.001..=1000.0).contains(&rate) => Ok(rate),
+        _ => Err("write gigabits a second, from 0.001 to 1000".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pair_takes_the_documented_options() {
+        let options = PairOptions::try_parse_from(
+            "pair --model embedded --prompts p.txt --max-tokens 8 --concurrency 8 --order prefill-first --kv-dtype bf16 \
+             --prefill-layout LPBNHC --decode-layout BHLPNC --prefill-block 16 --decode-block 7 --transport tcp \
+             --link-gbps 2.5 --json"
+                .split_whitespace(),
+        )
+        .unwrap();
+        assert_eq!((options.order, options.kv_dtype, options.json), (Order::PrefillFirst, KvDtype::Bf16, true));
+        assert_eq!((options.decode_layout.to_string(), options.decode_block), ("BHLPNC".into(), 7));
+        assert_eq!(options.link.link_gbps, Some(2.5));
+    }
+
+    #[test]
+    fn a_wrong_option_is_refused_with_what_would_be_right() {
+        for (args, want) in [
+            ("--kv-dtype fp8", "f32, f16 or bf16"),
+            ("--order both", "decode-first"),
+            ("--prefill-layout BLPNHX", "as in BLPNHC"),
+            ("--decode-block 0", "1 to 1024"),
+            ("--decode-block many", "1 to 1024"),
+            ("--max-tokens 0", "max-tokens"),
+            ("--concurrency -1", "-1"),
+            ("--transport pigeon", "tcp"),
+            ("--link-gbps -2", "-2"),
+            ("--link-gbps NaN", "0.001 to 1000"),
+            ("--fast", "--fast"),
+        ] {
+            let line = format!("pair {args}");
+            let error = PairOptions::try_parse_from(line.split_whitespace()).unwrap_err().to_string();
+            assert!(error.contains(want), "{args}: {error}");
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! An engine with continuous batching and chunked prefill over a paged KV cache.
+//!
+//! It has two halves, as serving engines do: a [`Scheduler`] that knows requests and blocks, and a [`Runner`] that knows the
+//! model and the cache's bytes. They exchange a [`StepPlan`] and a [`StepOutput`], both serialisable. kvferry puts one object
+//! beside each, after [`kvferry::contract`]; [`NoConnector`] is both for an engine that stands alone. An [`EngineService`] runs
+//! everything on a thread.
+
+mod no_connector;
+mod runner;
+mod sampling;
+mod scheduler;
+mod service;
+mod step;
+
+pub use no_connector::NoConnector;
+pub use runner::{CacheConfig, Runner, RunnerError, kv_shape};
+pub use sampling::choose;
+pub use scheduler::{Event, FinishReason, Scheduler, SchedulerConfig, Snapshot, Submission, SubmitError};
+pub use service::{EngineHandle, EngineService, ServiceError, Ticket, Update};
+pub use step::{Sampled, Sampling, SequenceStep, StepOutput, StepPlan};

@@ -1,0 +1,276 @@
+use std::num::NonZeroU32;
+
+use kvferry::ConnectorError;
+use kvferry::contract::{StepMeta, StepResults};
+use kvferry_protocol::TransferId;
+
+use super::*;
+
+/// Request, first position, tokens, whether it samples.
+type Shape = (String, u32, usize, bool);
+
+/// A connector whose answers the test sets.
+struct Scripted {
+    matched: Match,
+    holds: bool,
+    refuses: bool,
+    allocated: Vec<(String, usize, u32)>,
+    finished: Vec<EngineFinish>,
+    next: Applied,
+}
+
+impl contract::Scheduler for Scripted {
+    fn matched_tokens(&self, _: &contract::Request, _: u32) -> Match {
+        self.matched
+    }
+
+    fn allocated(
+        &mut self,
+        request: &contract::Request,
+        blocks: &[BlockId],
+        _: u32,
+        external: u32,
+    ) -> Result<(), ConnectorError> {
+        self.allocated.push((request.id.to_string(), blocks.len(), external));
+        match self.refuses {
+            true => Err(ConnectorError::Request { request: request.id.clone(), problem: "does not fit".into() }),
+            false => Ok(()),
+        }
+    }
+
+    fn build_step(&mut self, _: &ScheduledStep) -> StepMeta {
+        StepMeta::default()
+    }
+
+    fn finished(&mut self, _: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
+        self.finished.push(how);
+        match self.holds {
+            true => Hold::Until { transfer: TransferId::new(1), blocks: blocks.to_vec() },
+            false => Hold::Free,
+        }
+    }
+
+    fn apply(&mut self, _: Vec<StepResults>) -> Applied {
+        std::mem::take(&mut self.next)
+    }
+
+    fn has_pending(&self) -> bool {
+        false
+    }
+}
+
+fn scheduler(matched: Match) -> Scheduler<Scripted> {
+    let config = SchedulerConfig {
+        chunk_tokens: 8,
+        max_running: 3,
+        max_waiting: 4,
+        blocks: 10,
+        tokens_per_block: 4,
+        context: 64,
+        vocab: 100,
+        on_load_failure: LoadFailurePolicy::Recompute,
+    };
+    let (holds, refuses, allocated, finished, next) = Default::default();
+    Scheduler::new(config, Scripted { matched, holds, refuses, allocated, finished, next }).unwrap()
+}
+
+fn tokens(count: u32) -> NonZeroU32 {
+    NonZeroU32::new(count).unwrap()
+}
+
+fn work(prompt: usize, max_tokens: usize) -> Submission {
+    Submission {
+        prompt: (0..prompt as u32).collect(),
+        max_tokens,
+        sampling: Sampling::Greedy,
+        ends: vec![99],
+        keep_first_logits: false,
+        transfer: None,
+    }
+}
+
+/// Runs a step as a runner would: every sampling sequence gets `token`. Returns the step's shape and the events.
+fn step(scheduler: &mut Scheduler<Scripted>, token: u32, applied: Applied) -> (Vec<Shape>, Vec<Event>) {
+    let (plan, mut events) = scheduler.plan();
+    scheduler.connector().next = applied;
+    let output = output(&plan, token);
+    events.extend(scheduler.apply(&plan, output));
+    (shape(&plan), events)
+}
+
+fn output(plan: &StepPlan, token: u32) -> StepOutput {
+    let sampled = plan.sequences.iter().filter(|sequence| sequence.sample.is_some());
+    let sampled = sampled.map(|sequence| Sampled { request: sequence.request.clone(), token, logits: None }).collect();
+    StepOutput { sampled, ..StepOutput::empty(plan.number) }
+}
+
+fn shape(plan: &StepPlan) -> Vec<Shape> {
+    let of = |s: &SequenceStep| (s.request.to_string(), s.start, s.tokens.len(), s.sample.is_some());
+    plan.sequences.iter().map(of).collect()
+}
+
+fn sequence(request: &str, start: u32, count: usize, samples: bool) -> Shape {
+    (request.into(), start, count, samples)
+}
+
+fn failure(request: &RequestId, good_tokens: u32) -> Applied {
+    let reason = "prefill is gone".to_owned();
+    let failure = LoadFailure { request: request.clone(), good_tokens, good_blocks: vec![], reason };
+    Applied { failed: vec![failure], ..Applied::default() }
+}
+
+#[test]
+fn prompts_are_chunked_and_decode_steps_join_them() {
+    let mut scheduler = scheduler(Match::None);
+    scheduler.submit(work(5, 3)).unwrap();
+    scheduler.submit(work(10, 1)).unwrap();
+    let (first, _) = step(&mut scheduler, 1, Applied::default());
+    assert_eq!(first, [sequence("0", 0, 5, true), sequence("1", 0, 3, false)]);
+    let (second, _) = step(&mut scheduler, 1, Applied::default());
+    assert_eq!(second, [sequence("0", 5, 1, true), sequence("1", 3, 7, true)]);
+    let (third, events) = step(&mut scheduler, 1, Applied::default());
+    assert_eq!(third, [sequence("0", 6, 1, true)]);
+    assert_eq!(events.last(), Some(&Event::Finished { request: RequestId::new("0"), reason: FinishReason::Length }));
+    assert_eq!((scheduler.snapshot().pool.free, scheduler.is_idle()), (10, true));
+}
+
+#[test]
+fn a_submission_that_can_never_run_is_refused_with_the_limit() {
+    let mut scheduler = scheduler(Match::None);
+    for (name, submission, want) in [
+        ("empty", work(0, 1), "empty"),
+        (
+            "vocabulary",
+            Submission { prompt: vec![100], ..work(1, 1) },
+            "token 100 is not in the model's vocabulary of 100",
+        ),
+        ("context", work(60, 5), "context of 64"),
+        ("overflow", work(60, usize::MAX), "context of 64"),
+        ("cache", work(40, 1), "needs 11 KV blocks, but the cache has 10"),
+    ] {
+        let error = scheduler.submit(submission).unwrap_err().to_string();
+        assert!(error.contains(want), "{name}: {error}");
+    }
+    for _ in 0..4 {
+        scheduler.submit(work(1, 1)).unwrap();
+    }
+    assert_eq!(scheduler.submit(work(1, 1)), Err(SubmitError::Busy { waiting: 4 }));
+}
+
+#[test]
+fn a_request_waits_for_blocks_and_gets_them_in_its_turn() {
+    let mut scheduler = scheduler(Match::None);
+    let first = scheduler.submit(work(20, 4)).unwrap(); // 6 blocks
+    scheduler.submit(work(20, 4)).unwrap(); // 6 more: 10 are not enough
+    scheduler.submit(work(2, 1)).unwrap(); // would fit, but does not jump the queue
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 0, 8, false)]);
+    assert_eq!(scheduler.snapshot().waiting, 2);
+    scheduler.cancel(&first).unwrap();
+    assert_eq!(scheduler.connector().finished, [EngineFinish::Aborted]);
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("1", 0, 8, false)]);
+    assert_eq!(scheduler.snapshot().running, 2);
+}
+
+#[test]
+fn the_end_token_ends_the_text_and_zero_tokens_only_fill_the_cache() {
+    let mut scheduler = scheduler(Match::None);
+    let ended = scheduler.submit(work(2, 5)).unwrap();
+    let filled = scheduler.submit(work(3, 0)).unwrap();
+    let (shape, events) = step(&mut scheduler, 99, Applied::default());
+    assert_eq!(shape, [sequence("0", 0, 2, true), sequence("1", 0, 3, false)]);
+    assert_eq!(
+        events,
+        [
+            Event::Token { request: ended.clone(), token: 99, logits: None },
+            Event::Finished { request: ended, reason: FinishReason::End },
+            Event::Finished { request: filled, reason: FinishReason::Length },
+        ]
+    );
+    assert_eq!(scheduler.connector().finished, [EngineFinish::Complete; 2]);
+}
+
+#[test]
+fn a_background_load_runs_when_it_is_there_and_computes_the_last_token_itself() {
+    let mut scheduler = scheduler(Match::Async(tokens(9)));
+    let request = scheduler.submit(work(9, 2)).unwrap();
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, []);
+    assert!(!scheduler.is_idle());
+    let loaded = Applied { loaded: vec![request], ..Applied::default() };
+    assert_eq!(step(&mut scheduler, 1, loaded).0, []);
+    assert_eq!(scheduler.connector().allocated, [("0".into(), 3, 9), ("0".into(), 3, 0)]);
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 8, 1, true)]);
+}
+
+#[test]
+fn what_was_lost_is_computed_here_and_the_steps_token_is_void() {
+    let mut scheduler = scheduler(Match::Sync(tokens(9)));
+    let request = scheduler.submit(work(9, 2)).unwrap();
+    let (shape, events) = step(&mut scheduler, 1, failure(&request, 4));
+    assert_eq!((shape, events), (vec![sequence("0", 8, 1, true)], vec![]));
+    assert_eq!(scheduler.snapshot().recomputed_tokens, 5);
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 4, 5, true)]);
+}
+
+#[test]
+fn a_void_request_waits_for_its_verdict() {
+    let mut scheduler = scheduler(Match::Sync(tokens(9)));
+    let request = scheduler.submit(work(9, 2)).unwrap();
+    let (plan, _) = scheduler.plan();
+    let void = StepOutput { void: vec![request.clone()], ..output(&plan, 1) };
+    assert_eq!(scheduler.apply(&plan, void), []);
+    assert_eq!(scheduler.snapshot().loading, 1);
+    assert_eq!(step(&mut scheduler, 1, failure(&request, 0)).0, []);
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 0, 8, false)]);
+}
+
+#[test]
+fn a_failed_load_fails_the_request_where_the_policy_says_so() {
+    let mut scheduler = scheduler(Match::Async(tokens(8)));
+    scheduler.config.on_load_failure = LoadFailurePolicy::Fail;
+    let request = scheduler.submit(work(9, 2)).unwrap();
+    let (_, events) = step(&mut scheduler, 1, failure(&request, 4));
+    assert_eq!(events, [Event::Finished { request, reason: FinishReason::Failed("prefill is gone".into()) }]);
+    assert_eq!((scheduler.snapshot().pool.free, scheduler.is_idle()), (10, true));
+}
+
+#[test]
+fn a_request_that_the_connector_refuses_fails_and_returns_its_blocks() {
+    let mut scheduler = scheduler(Match::Async(tokens(8)));
+    scheduler.connector().refuses = true;
+    scheduler.submit(work(9, 2)).unwrap();
+    let (_, events) = step(&mut scheduler, 1, Applied::default());
+    let [Event::Finished { reason: FinishReason::Failed(why), .. }] = &events[..] else { panic!("{events:?}") };
+    assert!(why.contains("does not fit"), "{why}");
+    assert_eq!(scheduler.snapshot().pool.free, 10);
+}
+
+#[test]
+fn held_blocks_come_back_on_release_only() {
+    let mut scheduler = scheduler(Match::None);
+    scheduler.connector().holds = true;
+    let request = scheduler.submit(work(4, 0)).unwrap();
+    step(&mut scheduler, 0, Applied::default());
+    assert_eq!((scheduler.snapshot().held, scheduler.snapshot().pool.free), (1, 9));
+    for _ in 0..2 {
+        step(&mut scheduler, 0, Applied { released: vec![request.clone()], ..Applied::default() });
+        assert_eq!((scheduler.snapshot().held, scheduler.snapshot().pool.free), (0, 10));
+    }
+}
+
+#[test]
+fn what_nobody_wants_is_given_up() {
+    let mut scheduler = scheduler(Match::None);
+    let request = scheduler.submit(work(20, 0)).unwrap();
+    let (_, events) = step(&mut scheduler, 0, Applied { unwanted: vec![request.clone()], ..Applied::default() });
+    assert!(matches!(&events[..], [Event::Finished { request: r, reason: FinishReason::Failed(_) }] if *r == request));
+    assert_eq!(scheduler.connector().finished, [EngineFinish::Aborted]);
+}
+
+#[test]
+fn a_match_that_is_not_known_yet_is_asked_again_and_blocks_nobody() {
+    let mut scheduler = scheduler(Match::Later);
+    scheduler.submit(work(3, 1)).unwrap();
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, []);
+    scheduler.connector().matched = Match::None;
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 0, 3, true)]);
+}

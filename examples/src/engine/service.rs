@@ -1,0 +1,289 @@
+//! Runs an engine on a thread of its own; any number of clients talk to it through a handle.
+
+use std::collections::HashMap;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvferry::contract::{self, RequestId, Worker};
+use tokio::sync::{mpsc, oneshot};
+
+use super::runner::{Runner, RunnerError};
+use super::scheduler::{Event, FinishReason, Scheduler, Snapshot, Submission, SubmitError};
+
+/// Commands that wait for the engine's thread; more are refused.
+const COMMANDS: usize = 1024;
+/// How long the engine sleeps at most while the connector has something under way but nothing can be computed.
+const POLL: Duration = Duration::from_millis(1);
+
+/// How long the connector's peers have to hear that this engine stops.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// What a client hears of its request, in order; [`Update::Finished`] is the last.
+#[derive(Debug)]
+pub enum Update {
+    /// A token was generated.
+    Token {
+        /// The token.
+        token: u32,
+        /// When.
+        at: Instant,
+        /// The logits that it was chosen from, if they were asked for and it is the first.
+        logits: Option<Vec<f32>>,
+    },
+    /// The request is over.
+    Finished {
+        /// Why.
+        reason: FinishReason,
+        /// When.
+        at: Instant,
+    },
+}
+
+/// Why the engine takes no request.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServiceError {
+    /// The scheduler refused it.
+    #[error(transparent)]
+    Submit(#[from] SubmitError),
+    /// The engine's thread has more to do than it can remember.
+    #[error("{COMMANDS} commands are waiting for the engine; try again later")]
+    Overloaded,
+    /// The engine's thread is over.
+    #[error("the engine has stopped; its log says why; start it again")]
+    Stopped,
+}
+
+/// A request that the engine has accepted. Dropping it cancels the request.
+#[derive(Debug)]
+pub struct Ticket {
+    /// When the request was submitted.
+    pub submitted: Instant,
+    updates: mpsc::Receiver<Update>,
+}
+
+impl Ticket {
+    /// The next update; `None` after the last one, or if the engine has stopped.
+    pub async fn next(&mut self) -> Option<Update> {
+        self.updates.recv().await
+    }
+
+    /// The same on a thread outside an async runtime.
+    pub fn next_blocking(&mut self) -> Option<Update> {
+        self.updates.blocking_recv()
+    }
+}
+
+/// A way to talk to an engine's thread; clones talk to the same one.
+#[derive(Clone)]
+pub struct EngineHandle {
+    commands: SyncSender<Command>,
+}
+
+/// An engine on its thread. Dropping it stops the thread and waits for it.
+pub struct EngineService {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<Result<(), RunnerError>>>,
+}
+
+enum Command {
+    Submit { submission: Submission, updates: mpsc::Sender<Update>, accepted: oneshot::Sender<Result<(), SubmitError>> },
+    Snapshot(oneshot::Sender<Snapshot>),
+    Stop,
+}
+
+impl EngineHandle {
+    /// Submits a request and waits until the scheduler accepted or refused it.
+    ///
+    /// # Errors
+    /// [`ServiceError`].
+    pub async fn submit(&self, submission: Submission) -> Result<Ticket, ServiceError> {
+        let (accepted, ticket) = self.post(submission)?;
+        accepted.await.map_err(|_| ServiceError::Stopped)??;
+        Ok(ticket)
+    }
+
+    /// The same on a thread outside an async runtime.
+    ///
+    /// # Errors
+    /// [`ServiceError`].
+    pub fn submit_blocking(&self, submission: Submission) -> Result<Ticket, ServiceError> {
+        let (accepted, ticket) = self.post(submission)?;
+        accepted.blocking_recv().map_err(|_| ServiceError::Stopped)??;
+        Ok(ticket)
+    }
+
+    /// The scheduler's state in numbers.
+    ///
+    /// # Errors
+    /// [`ServiceError`].
+    pub async fn snapshot(&self) -> Result<Snapshot, ServiceError> {
+        let (reply, snapshot) = oneshot::channel();
+        self.send(Command::Snapshot(reply))?;
+        snapshot.await.map_err(|_| ServiceError::Stopped)
+    }
+
+    fn post(
+        &self,
+        submission: Submission,
+    ) -> Result<(oneshot::Receiver<Result<(), SubmitError>>, Ticket), ServiceError> {
+        // Room for every token and the end: the engine's thread never waits for a client. A request that asks for more than
+        // the model's context is refused before it could fill a channel.
+        let room = submission.max_tokens.min(MOST_UPDATES) + 1;
+        let (updates, receiver) = mpsc::channel(room);
+        let (reply, accepted) = oneshot::channel();
+        let submitted = Instant::now();
+        self.send(Command::Submit { submission, updates, accepted: reply })?;
+        Ok((accepted, Ticket { submitted, updates: receiver }))
+    }
+
+    fn send(&self, command: Command) -> Result<(), ServiceError> {
+        self.commands.try_send(command).map_err(|error| match error {
+            TrySendError::Full(_) => ServiceError::Overloaded,
+            TrySendError::Disconnected(_) => ServiceError::Stopped,
+        })
+    }
+}
+
+/// No model here has a longer context.
+const MOST_UPDATES: usize = 1 << 24;
+
+impl EngineService {
+    /// Starts an engine on a thread named `engine`.
+    ///
+    /// # Errors
+    /// The operating system's, if it gives no thread.
+    pub fn start<C, W>(scheduler: Scheduler<C>, runner: Runner, connector: W) -> std::io::Result<Self>
+    where
+        C: contract::Scheduler + 'static,
+        W: Worker + 'static,
+    {
+        let (commands, receiver) = sync_channel(COMMANDS);
+        let mut engine = EngineLoop { scheduler, runner, connector, clients: HashMap::new() };
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+            let result = engine.run(&receiver);
+            engine.connector.shutdown(GRACE);
+            if let Err(error) = &result {
+                tracing::error!(%error, "the engine stopped");
+            }
+            result
+        })?;
+        Ok(Self { handle: EngineHandle { commands }, thread: Some(thread) })
+    }
+
+    /// A handle for clients.
+    #[must_use]
+    pub fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+}
+
+impl Drop for EngineService {
+    fn drop(&mut self) {
+        // A full queue is drained by the thread; if it is gone there is nobody to tell.
+        let _ = self.handle.commands.send(Command::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the engine's thread panicked");
+        }
+    }
+}
+
+struct EngineLoop<C, W> {
+    scheduler: Scheduler<C>,
+    runner: Runner,
+    connector: W,
+    clients: HashMap<RequestId, mpsc::Sender<Update>>,
+}
+
+impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
+    fn run(&mut self, commands: &Receiver<Command>) -> Result<(), RunnerError> {
+        loop {
+            if self.obey_waiting(commands).is_none() {
+                return Ok(());
+            }
+            self.drop_clients_that_left();
+            if self.scheduler.is_idle() {
+                let Ok(command) = commands.recv() else { return Ok(()) };
+                if self.obey(command).is_none() {
+                    return Ok(());
+                }
+                continue;
+            }
+            let (plan, events) = self.scheduler.plan();
+            self.tell(events);
+            let output = self.runner.run(&plan, &mut self.connector)?;
+            let events = self.scheduler.apply(&plan, output);
+            self.tell(events);
+            if plan.sequences.is_empty() {
+                // Only the connector has something to do: do not spin while it does.
+                let obeyed = match commands.recv_timeout(POLL) {
+                    Ok(command) => self.obey(command),
+                    Err(RecvTimeoutError::Timeout) => Some(()),
+                    Err(RecvTimeoutError::Disconnected) => None,
+                };
+                if obeyed.is_none() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// `None` when the engine shall stop.
+    fn obey_waiting(&mut self, commands: &Receiver<Command>) -> Option<()> {
+        loop {
+            match commands.try_recv() {
+                Ok(command) => self.obey(command)?,
+                Err(TryRecvError::Empty) => return Some(()),
+                Err(TryRecvError::Disconnected) => return None,
+            }
+        }
+    }
+
+    fn obey(&mut self, command: Command) -> Option<()> {
+        match command {
+            Command::Submit { submission, updates, accepted } => {
+                let result = self.scheduler.submit(submission);
+                if let Ok(id) = &result {
+                    self.clients.insert(id.clone(), updates);
+                }
+                // A client that does not wait for the answer has dropped its ticket, which is noticed below.
+                let _ = accepted.send(result.map(|_| ()));
+            }
+            Command::Snapshot(reply) => {
+                let _ = reply.send(self.scheduler.snapshot());
+            }
+            Command::Stop => return None,
+        }
+        Some(())
+    }
+
+    fn drop_clients_that_left(&mut self) {
+        let left: Vec<_> =
+            self.clients.iter().filter(|(_, client)| client.is_closed()).map(|(id, _)| id.clone()).collect();
+        for id in left {
+            self.clients.remove(&id);
+            self.scheduler.cancel(&id);
+        }
+    }
+
+    fn tell(&mut self, events: Vec<Event>) {
+        let at = Instant::now();
+        for event in events {
+            let (request, update) = match event {
+                Event::Token { request, token, logits } => (request, Update::Token { token, at, logits }),
+                Event::Finished { request, reason } => (request, Update::Finished { reason, at }),
+            };
+            let last = matches!(update, Update::Finished { .. });
+            // A client that left is found by `drop_clients_that_left`; the channel has room for every update.
+            if let Some(client) = self.clients.get(&request) {
+                let _ = client.try_send(update);
+            }
+            if last {
+                self.clients.remove(&request);
+            }
+        }
+    }
+}

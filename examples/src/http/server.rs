@@ -1,0 +1,275 @@
+//! Routes, and how a completion is answered whole or as a stream.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::sse::{Event as SseEvent, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures_core::Stream;
+use kvferry::contract::TransferParams;
+use serde_json::{Value, json};
+
+use super::body::{CompletionBody, Prompt};
+use super::error::ApiError;
+use crate::engine::{EngineHandle, FinishReason, Sampling, Submission, Ticket, Update};
+use crate::model::TextStream;
+use crate::node::{LoadedModel, logits_digest};
+
+/// Bytes of a body; the longest prompt of a model's context fits.
+const BODY_LIMIT: usize = 4 << 20;
+
+/// Finds a prefill node for a prompt.
+pub trait Router: Send + Sync {
+    /// Asks a prefill node to compute the prompt; `None` if it is computed here.
+    ///
+    /// # Errors
+    /// [`RouteError`] if the prompt should go to a prefill node and none can take it.
+    fn route(&self, prompt: &[u32]) -> Result<Option<TransferParams>, RouteError>;
+}
+
+/// Why no prefill node takes a prompt.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("no prefill node takes the prompt: {problem}")]
+pub struct RouteError {
+    /// Why not, and what to do.
+    pub problem: String,
+}
+
+/// Everything is computed here.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LocalRouter;
+
+impl Router for LocalRouter {
+    fn route(&self, _: &[u32]) -> Result<Option<TransferParams>, RouteError> {
+        Ok(None)
+    }
+}
+
+/// What the HTTP side needs of a node.
+pub struct Frontend {
+    /// The engine.
+    pub engine: EngineHandle,
+    /// Model and tokenizer.
+    pub model: LoadedModel,
+    /// Who prefills.
+    pub router: Arc<dyn Router>,
+    /// The text of `GET /metrics`.
+    pub metrics: Arc<dyn Fn() -> String + Send + Sync>,
+}
+
+/// The routes: `POST /v1/completions`, `GET /v1/models`, `GET /health`, `GET /metrics`.
+pub fn router(frontend: Frontend) -> axum::Router {
+    axum::Router::new()
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .fallback(|| async { ApiError::no_route(StatusCode::NOT_FOUND, "no such path; try POST /v1/completions") })
+        .method_not_allowed_fallback(|| async {
+            ApiError::no_route(StatusCode::METHOD_NOT_ALLOWED, "this path has another method; completions are POST")
+        })
+        .layer(DefaultBodyLimit::max(BODY_LIMIT))
+        .with_state(Arc::new(frontend))
+}
+
+async fn models(State(frontend): State<Arc<Frontend>>) -> Json<Value> {
+    let model = json!({ "id": frontend.name(), "object": "model", "owned_by": "kvferry-examples" });
+    Json(json!({ "object": "list", "data": [model] }))
+}
+
+async fn health(State(frontend): State<Arc<Frontend>>) -> Result<Json<Value>, ApiError> {
+    let state = frontend.engine.snapshot().await?;
+    Ok(Json(json!({
+        "status": "ok", "model": frontend.name(), "waiting": state.waiting, "loading": state.loading,
+        "running": state.running, "held": state.held, "free_blocks": state.pool.free, "blocks": state.pool.total,
+        "recomputed_tokens": state.recomputed_tokens,
+    })))
+}
+
+async fn metrics(State(frontend): State<Arc<Frontend>>) -> Response {
+    let mut response = (frontend.metrics)().into_response();
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kvferry::metrics::CONTENT_TYPE));
+    response
+}
+
+async fn completions(
+    State(frontend): State<Arc<Frontend>>,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, ApiError> {
+    let bytes = body.map_err(|rejection| ApiError {
+        status: rejection.status(),
+        ..ApiError::invalid(None, format!("the body was not read: {rejection}; the limit is {BODY_LIMIT} bytes"))
+    })?;
+    let body = CompletionBody::parse(&bytes)?;
+    let answer = frontend.submit(body).await?;
+    if answer.body.stream { Ok(Sse::new(answer.stream()).into_response()) } else { answer.whole().await }
+}
+
+impl Frontend {
+    fn name(&self) -> &str {
+        &self.model.model.config().name
+    }
+
+    async fn submit(&self, body: CompletionBody) -> Result<Answer, ApiError> {
+        if let Some(asked) = body.model.as_deref()
+            && asked != self.name()
+        {
+            let message = format!("model {asked:?} is not served here, only {:?}", self.name());
+            return Err(ApiError { status: StatusCode::NOT_FOUND, ..ApiError::invalid(Some("model"), message) });
+        }
+        let prompt = match &body.prompt {
+            Prompt::Tokens(tokens) => tokens.clone(),
+            Prompt::Text(text) => {
+                self.model.tokenizer.encode(text).map_err(|e| ApiError::invalid(Some("prompt"), e))?
+            }
+        };
+        let sampling = match body.temperature {
+            0.0 => Sampling::Greedy,
+            temperature => Sampling::Temperature { temperature, seed: body.seed },
+        };
+        let transfer = self.router.route(&prompt).map_err(|error| ApiError::unavailable(error.to_string()))?;
+        let prompt_tokens = prompt.len();
+        let submission = Submission {
+            sampling,
+            keep_first_logits: body.report,
+            transfer,
+            ..self.model.greedy(prompt, body.max_tokens)
+        };
+        let ticket = self.engine.submit(submission).await?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let (model, name) = (self.model.clone(), self.name().to_owned());
+        let (text, tokens, first) = (TextStream::default(), Vec::new(), None);
+        Ok(Answer { body, ticket, model, name, created, prompt_tokens, text, tokens, first })
+    }
+}
+
+/// One completion under way.
+struct Answer {
+    body: CompletionBody,
+    ticket: Ticket,
+    model: LoadedModel,
+    name: String,
+    created: u64,
+    prompt_tokens: usize,
+    text: TextStream,
+    tokens: Vec<u32>,
+    /// When the first token came, and the digest of its logits.
+    first: Option<(Instant, Option<String>)>,
+}
+
+/// What an update means to the client.
+enum Piece {
+    Text(String),
+    End { rest: String, reason: &'static str, at: Instant },
+}
+
+impl Answer {
+    /// The next piece of text.
+    async fn next(&mut self) -> Result<Piece, ApiError> {
+        match self.ticket.next().await {
+            Some(Update::Token { token, at, logits }) => {
+                if self.first.is_none() {
+                    self.first = Some((at, logits.as_deref().map(logits_digest)));
+                }
+                self.tokens.push(token);
+                self.text.push(&self.model.tokenizer, token).map(Piece::Text).map_err(ApiError::internal)
+            }
+            Some(Update::Finished { reason, at }) => {
+                let reason = match reason {
+                    FinishReason::End => "stop",
+                    FinishReason::Length => "length",
+                    FinishReason::Cancelled => return Err(ApiError::unavailable("the request was cancelled")),
+                    FinishReason::Failed(why) => {
+                        return Err(ApiError::unavailable(format!("KV transfer failed: {why}")));
+                    }
+                };
+                let rest = self.text.finish(&self.model.tokenizer).map_err(ApiError::internal)?;
+                Ok(Piece::End { rest, reason, at })
+            }
+            None => Err(ApiError::unavailable("the engine has stopped")),
+        }
+    }
+
+    async fn whole(mut self) -> Result<Response, ApiError> {
+        let mut text = String::new();
+        loop {
+            match self.next().await? {
+                Piece::Text(piece) => text += &piece,
+                Piece::End { rest, reason, at } => {
+                    text += &rest;
+                    let mut answer = self.chunk(&text, Some(reason));
+                    answer["usage"] = self.usage();
+                    if self.body.return_token_ids {
+                        answer["choices"][0]["token_ids"] = json!(self.tokens);
+                    }
+                    if self.body.report {
+                        answer["kvferry"] = self.report(at);
+                    }
+                    return Ok(Json(answer).into_response());
+                }
+            }
+        }
+    }
+
+    /// Server-sent events: a chunk for each piece of text, one with the reason of the end, `[DONE]`. An error is an event too.
+    fn stream(self) -> impl Stream<Item = Result<SseEvent, Infallible>> {
+        let data = |value: &Value| Ok(SseEvent::default().data(value.to_string()));
+        async_stream::stream! {
+            let mut answer = self;
+            loop {
+                match answer.next().await {
+                    Ok(Piece::Text(piece)) if piece.is_empty() => {}
+                    Ok(Piece::Text(piece)) => yield data(&answer.chunk(&piece, None)),
+                    Ok(Piece::End { rest, reason, at }) => {
+                        let mut last = answer.chunk(&rest, Some(reason));
+                        if answer.body.return_token_ids {
+                            last["choices"][0]["token_ids"] = json!(answer.tokens);
+                        }
+                        if answer.body.report {
+                            last["kvferry"] = answer.report(at);
+                        }
+                        if answer.body.include_usage {
+                            last["usage"] = answer.usage();
+                        }
+                        yield data(&last);
+                        break;
+                    }
+                    Err(error) => {
+                        yield data(&error.json());
+                        break;
+                    }
+                }
+            }
+            yield Ok(SseEvent::default().data("[DONE]"));
+        }
+    }
+
+    fn chunk(&self, text: &str, reason: Option<&str>) -> Value {
+        json!({
+            "id": format!("cmpl-{:x}", self.created), "object": "text_completion", "created": self.created,
+            "model": self.name,
+            "choices": [{ "index": 0, "text": text, "logprobs": null, "finish_reason": reason }],
+        })
+    }
+
+    fn usage(&self) -> Value {
+        let (prompt, answer) = (self.prompt_tokens, self.tokens.len());
+        json!({ "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer })
+    }
+
+    fn report(&self, end: Instant) -> Value {
+        let ms = |at: Instant| at.duration_since(self.ticket.submitted).as_secs_f64() * 1e3;
+        let first = self.first.as_ref();
+        json!({
+            "ttft_ms": first.map(|(at, _)| ms(*at)), "total_ms": ms(end),
+            "first_logits": first.and_then(|(_, digest)| digest.clone()),
+        })
+    }
+}

@@ -1,0 +1,176 @@
+//! A model, its tokenizer and an engine on a thread: what each binary starts.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use kvferry::config::LoadFailurePolicy;
+use kvferry::pool::PoolError;
+use kvferry_kernels::KvDtype;
+use kvferry_protocol::layout::LayoutOrder;
+use sha2::{Digest, Sha256};
+
+use crate::cli::LoadingBar;
+use crate::engine::{
+    CacheConfig, EngineHandle, EngineService, NoConnector, Runner, RunnerError, Sampling, Scheduler, SchedulerConfig,
+    ServiceError, Submission, Update,
+};
+use crate::model::{Model, ModelError, Tokenizer};
+
+/// Why a node does not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NodeError {
+    /// The model cannot be used.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The cache cannot be made.
+    #[error(transparent)]
+    Runner(#[from] RunnerError),
+    /// The block pool cannot be made.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// The system gives no thread.
+    #[error("the engine's thread cannot be started")]
+    Thread(#[source] std::io::Error),
+}
+
+/// How a node's engine is shaped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NodeConfig {
+    /// Order of the cache's axes.
+    pub order: LayoutOrder,
+    /// Element type of the cache.
+    pub dtype: KvDtype,
+    /// Blocks in the cache.
+    pub blocks: u32,
+    /// Tokens in a block.
+    pub tokens_per_block: u32,
+    /// The most prompt tokens in one step.
+    pub chunk_tokens: usize,
+    /// The most requests that are computed at the same time.
+    pub max_running: usize,
+    /// What happens to a request whose KV could not be brought.
+    pub on_load_failure: LoadFailurePolicy,
+}
+
+impl NodeConfig {
+    /// The most requests that wait for their turn.
+    pub const MAX_WAITING: usize = 1024;
+
+    /// The shape of the runner's cache.
+    #[must_use]
+    pub const fn cache(&self) -> CacheConfig {
+        let Self { order, dtype, blocks, tokens_per_block, .. } = *self;
+        CacheConfig { order, dtype, blocks, tokens_per_block }
+    }
+
+    /// How the scheduler fills its steps for a model.
+    #[must_use]
+    pub fn scheduler(&self, model: &Model) -> SchedulerConfig {
+        SchedulerConfig {
+            chunk_tokens: self.chunk_tokens,
+            max_running: self.max_running,
+            max_waiting: Self::MAX_WAITING,
+            blocks: self.blocks,
+            tokens_per_block: self.tokens_per_block,
+            context: model.config().context,
+            vocab: model.config().vocab,
+            on_load_failure: self.on_load_failure,
+        }
+    }
+}
+
+/// A loaded model and its tokenizer, shared by the engines of a process.
+#[derive(Clone)]
+pub struct LoadedModel {
+    /// The weights.
+    pub model: Arc<Model>,
+    /// Text to tokens and back.
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+impl LoadedModel {
+    /// Loads `embedded` or a GGUF file; shows a progress bar if it takes longer than a second.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn load(path: &Path) -> Result<Self, ModelError> {
+        let mut bar = LoadingBar::new("loading the model");
+        let (model, tokenizer) = Model::load(path, &mut |done, all| bar.at(done, all))?;
+        Ok(Self { model: Arc::new(model), tokenizer: Arc::new(tokenizer) })
+    }
+
+    /// Starts an engine without a connector.
+    ///
+    /// # Errors
+    /// [`NodeError`].
+    pub fn start_local(&self, config: &NodeConfig) -> Result<EngineService, NodeError> {
+        let runner = Runner::new(Arc::clone(&self.model), config.cache())?;
+        let scheduler = Scheduler::new(config.scheduler(&self.model), NoConnector)?;
+        EngineService::start(scheduler, runner, NoConnector).map_err(NodeError::Thread)
+    }
+
+    /// A submission of a prompt's tokens, greedy, that ends where the model ends its text.
+    #[must_use]
+    pub fn greedy(&self, prompt: Vec<u32>, max_tokens: usize) -> Submission {
+        Submission {
+            prompt,
+            max_tokens,
+            sampling: Sampling::Greedy,
+            ends: self.tokenizer.ends(),
+            keep_first_logits: false,
+            transfer: None,
+        }
+    }
+}
+
+/// What an engine generated for one prompt.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Generation {
+    /// The tokens, without the prompt.
+    pub tokens: Vec<u32>,
+    /// The logits of the first one, if they were asked for.
+    pub first_logits: Option<Vec<f32>>,
+    /// From submission to the first token, in milliseconds.
+    pub ttft_ms: f64,
+    /// From submission to the end, in milliseconds.
+    pub total_ms: f64,
+    /// Why it ended.
+    pub reason: crate::engine::FinishReason,
+}
+
+/// Submits a prompt and waits for all of its tokens.
+///
+/// # Errors
+/// [`ServiceError`] if the engine refuses it or stops.
+pub async fn generate(engine: &EngineHandle, submission: Submission) -> Result<Generation, ServiceError> {
+    let mut ticket = engine.submit(submission).await?;
+    let submitted = ticket.submitted;
+    let ms = |at: std::time::Instant| at.duration_since(submitted).as_secs_f64() * 1e3;
+    let (mut tokens, mut first_logits, mut ttft_ms) = (Vec::new(), None, 0.0);
+    while let Some(update) = ticket.next().await {
+        match update {
+            Update::Token { token, at, logits } => {
+                if tokens.is_empty() {
+                    ttft_ms = ms(at);
+                    first_logits = logits;
+                }
+                tokens.push(token);
+            }
+            Update::Finished { reason, at } => {
+                return Ok(Generation { tokens, first_logits, ttft_ms, total_ms: ms(at), reason });
+            }
+        }
+    }
+    Err(ServiceError::Stopped)
+}
+
+/// A digest of logits' bits: SHA-256 over the little-endian bytes, in hexadecimal. Equal digests mean equal bits.
+#[must_use]
+pub fn logits_digest(logits: &[f32]) -> String {
+    let mut hash = Sha256::new();
+    for logit in logits {
+        hash.update(logit.to_bits().to_le_bytes());
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
