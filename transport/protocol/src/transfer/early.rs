@@ -75,7 +75,7 @@ impl Early {
         let transfer = message.transfer()?;
         let key = (peer.clone(), transfer);
         if let Some(declined) = self.declined.get(&key)
-            && let Some(answer) = negative(transfer, &message, Reason::Engine, &declined.text)
+            && let Some(answer) = negative(transfer, &message, &declined.text)
         {
             return Some(answer);
         }
@@ -137,7 +137,7 @@ impl Early {
             let expires = now + self.config.ttl;
             self.declined.insert(key, Declined { text: text.to_owned(), expires });
         }
-        said.and_then(|said| negative(transfer, &said.message, Reason::Engine, text))
+        said.and_then(|said| negative(transfer, &said.message, text))
     }
 
     /// Who spoke early of a transfer; the first by name if several did.
