@@ -9,7 +9,7 @@ use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::LayoutOrder;
 use sha2::{Digest, Sha256};
 
-use crate::cli::LoadingBar;
+use crate::cli::Bar;
 use crate::engine::{
     CacheConfig, EngineHandle, EngineService, NoConnector, Runner, RunnerError, Sampling, Scheduler, SchedulerConfig,
     ServiceError, Submission, Update,
@@ -87,6 +87,8 @@ pub struct LoadedModel {
     pub model: Arc<Model>,
     /// Text to tokens and back.
     pub tokenizer: Arc<Tokenizer>,
+    /// SHA-256 of the model's file; two nodes with equal ones compute the same KV.
+    pub fingerprint: [u8; 32],
 }
 
 impl LoadedModel {
@@ -95,9 +97,10 @@ impl LoadedModel {
     /// # Errors
     /// [`ModelError`].
     pub fn load(path: &Path) -> Result<Self, ModelError> {
-        let mut bar = LoadingBar::new("loading the model");
+        let mut bar = Bar::new("loading the model");
         let (model, tokenizer) = Model::load(path, &mut |done, all| bar.at(done, all))?;
-        Ok(Self { model: Arc::new(model), tokenizer: Arc::new(tokenizer) })
+        let fingerprint = fingerprint(path).map_err(|source| ModelError::Open { path: path.into(), source })?;
+        Ok(Self { model: Arc::new(model), tokenizer: Arc::new(tokenizer), fingerprint })
     }
 
     /// Starts an engine without a connector.
@@ -163,6 +166,24 @@ pub async fn generate(engine: &EngineHandle, submission: Submission) -> Result<G
         }
     }
     Err(ServiceError::Stopped)
+}
+
+/// The embedded model has no file; its name is that of its numbers.
+fn fingerprint(path: &Path) -> std::io::Result<[u8; 32]> {
+    let mut hash = Sha256::new();
+    if path == Path::new(Model::EMBEDDED) {
+        hash.update(Model::embedded().config().name.as_bytes());
+    } else {
+        let mut file = std::fs::File::open(path)?;
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            match std::io::Read::read(&mut file, &mut buffer)? {
+                0 => break,
+                count => hash.update(&buffer[..count]),
+            }
+        }
+    }
+    Ok(hash.finalize().into())
 }
 
 /// A digest of logits' bits: SHA-256 over the little-endian bytes, in hexadecimal. Equal digests mean equal bits.

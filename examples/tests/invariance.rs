@@ -3,7 +3,7 @@
 
 use kvferry::config::LoadFailurePolicy;
 use kvferry_examples::engine::{EngineService, Submission};
-use kvferry_examples::model::{ByteTokenizer, Model, Tokenizer};
+use kvferry_examples::model::{ByteTokenizer, Model};
 use kvferry_examples::node::{Generation, LoadedModel, NodeConfig, generate};
 
 const PROMPTS: [&str; 4] = [
@@ -16,7 +16,7 @@ const PROMPTS: [&str; 4] = [
 const MAX_TOKENS: usize = 12;
 
 fn embedded() -> LoadedModel {
-    LoadedModel { model: Model::embedded().into(), tokenizer: Tokenizer::Bytes(ByteTokenizer).into() }
+    LoadedModel::load(Model::EMBEDDED.as_ref()).unwrap()
 }
 
 fn config(order: &str, dtype: &str, tokens_per_block: u32, chunk_tokens: usize) -> NodeConfig {

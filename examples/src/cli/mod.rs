@@ -1,9 +1,11 @@
-//! What the three binaries share: options, prompts, progress bars.
+//! What the three binaries share: options, prompts, progress bars, how they end.
 
+mod lifetime;
 mod options;
 mod progress;
 mod prompts;
 
+pub use lifetime::{start_log, until_end};
 pub use options::{EngineOptions, LinkOptions, Order, PairOptions, TransportKind};
-pub use progress::LoadingBar;
+pub use progress::Bar;
 pub use prompts::{PromptsError, parse_prompts, read_prompts};

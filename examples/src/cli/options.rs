@@ -1,11 +1,16 @@
 //! Command-line options, checked where they are parsed.
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, ValueEnum};
+use kvferry::config::{ConfigError, LoadFailurePolicy, RawConfig, Role, TransferOrder};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::LayoutOrder;
+
+use crate::model::Model;
+use crate::node::NodeConfig;
 
 /// Which side of a transfer speaks first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -16,7 +21,7 @@ pub enum Order {
     PrefillFirst,
 }
 
-/// How bytes travel.
+/// How bytes travel between processes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum TransportKind {
     /// Striped TCP connections.
@@ -27,7 +32,7 @@ pub enum TransportKind {
 #[derive(Args, Clone, Debug)]
 pub struct EngineOptions {
     /// A GGUF file of a Llama, or `embedded` for the small built-in model
-    #[arg(long, value_name = "PATH|embedded", default_value = "embedded")]
+    #[arg(long, value_name = "PATH|embedded", default_value = Model::EMBEDDED)]
     pub model: PathBuf,
     /// Element type of the KV cache: f32, f16 or bf16
     #[arg(long, value_name = "DTYPE", default_value = "f16")]
@@ -47,9 +52,22 @@ pub struct EngineOptions {
     /// The most requests that are computed at the same time
     #[arg(long, value_name = "COUNT", default_value = "16")]
     pub max_running: NonZeroU32,
-    /// Threads of the engine; outputs do not depend on it
-    #[arg(long, value_name = "COUNT", default_value = "1")]
-    pub threads: NonZeroU32,
+}
+
+impl EngineOptions {
+    /// The shape of the engine.
+    #[must_use]
+    pub fn node(&self) -> NodeConfig {
+        NodeConfig {
+            order: self.layout,
+            dtype: self.kv_dtype,
+            blocks: self.blocks.get(),
+            tokens_per_block: self.block,
+            chunk_tokens: self.chunk.get() as usize,
+            max_running: self.max_running.get() as usize,
+            on_load_failure: LoadFailurePolicy::Recompute,
+        }
+    }
 }
 
 /// How two nodes reach each other.
@@ -58,9 +76,43 @@ pub struct LinkOptions {
     /// How KV blocks travel
     #[arg(long, value_enum, default_value = "tcp")]
     pub transport: TransportKind,
-    /// Limits the sending side to so many gigabits a second
+    /// Limits what each side sends to so many gigabits a second
     #[arg(long, value_name = "GBPS", value_parser = gbps)]
     pub link_gbps: Option<f64>,
+    /// Which side of a transfer speaks first; the same on both sides
+    #[arg(long, value_enum, default_value = "decode-first")]
+    pub order: Order,
+}
+
+impl LinkOptions {
+    /// kvferry's configuration for a node: an optional file, then the environment (`KVFERRY_PSK`, the cluster's key), then
+    /// these options.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the file or the environment is wrong.
+    pub fn connector(
+        &self,
+        file: Option<&Path>,
+        role: Role,
+        listen: Option<SocketAddr>,
+    ) -> Result<RawConfig, ConfigError> {
+        let mut raw = file.map_or_else(|| Ok(RawConfig::default()), RawConfig::from_file)?;
+        raw.overlay_env(std::env::vars_os())?;
+        raw.engine_id.get_or_insert_with(|| role.to_string());
+        raw.role = Some(role.to_string());
+        raw.transport = Some(match self.transport {
+            TransportKind::Tcp => kvferry::config::TransportKind::Tcp.to_string(),
+        });
+        raw.order = Some(match self.order {
+            Order::DecodeFirst => TransferOrder::DecodeFirst.to_string(),
+            Order::PrefillFirst => TransferOrder::PrefillFirst.to_string(),
+        });
+        if let Some(listen) = listen {
+            raw.listen = Some(listen.to_string());
+        }
+        raw.link_gbps = self.link_gbps.or(raw.link_gbps);
+        Ok(raw)
+    }
 }
 
 /// Prefills in one process, decodes in another, and compares with a single process.
@@ -68,7 +120,7 @@ pub struct LinkOptions {
 #[command(name = "pair", version)]
 pub struct PairOptions {
     /// A GGUF file of a Llama, or `embedded` for the small built-in model
-    #[arg(long, value_name = "PATH|embedded", default_value = "embedded")]
+    #[arg(long, value_name = "PATH|embedded", default_value = Model::EMBEDDED)]
     pub model: PathBuf,
     /// A file with one prompt a line; \n, \t and \\ are escapes. Without it a few prompts are built in
     #[arg(long, value_name = "FILE")]
@@ -79,9 +131,6 @@ pub struct PairOptions {
     /// Prompts that are under way at the same time
     #[arg(long, value_name = "COUNT", default_value = "1")]
     pub concurrency: NonZeroU32,
-    /// Which side of a transfer speaks first
-    #[arg(long, value_enum, default_value = "decode-first")]
-    pub order: Order,
     /// Element type of the KV cache: f32, f16 or bf16
     #[arg(long, value_name = "DTYPE", default_value = "f16")]
     pub kv_dtype: KvDtype,
@@ -100,7 +149,7 @@ pub struct PairOptions {
     /// The most prompt tokens that are computed in one step
     #[arg(long, value_name = "TOKENS", default_value = "128")]
     pub chunk: NonZeroU32,
-    /// How the nodes reach each other
+    /// How the nodes reach each other.
     #[command(flatten)]
     pub link: LinkOptions,
     /// Print one JSON object instead of text
@@ -135,7 +184,7 @@ mod tests {
                 .split_whitespace(),
         )
         .unwrap();
-        assert_eq!((options.order, options.kv_dtype, options.json), (Order::PrefillFirst, KvDtype::Bf16, true));
+        assert_eq!((options.link.order, options.kv_dtype, options.json), (Order::PrefillFirst, KvDtype::Bf16, true));
         assert_eq!((options.decode_layout.to_string(), options.decode_block), ("BHLPNC".into(), 7));
         assert_eq!(options.link.link_gbps, Some(2.5));
     }

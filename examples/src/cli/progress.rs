@@ -8,13 +8,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A bar that appears when its work turns out to take longer than a second.
-pub struct LoadingBar {
+pub struct Bar {
     bar: ProgressBar,
     started: Instant,
     what: &'static str,
 }
 
-impl LoadingBar {
+impl Bar {
     /// A bar for `what`, not yet drawn. Standard error decides by itself whether it is a terminal.
     #[must_use]
     pub fn new(what: &'static str) -> Self {
@@ -35,7 +35,7 @@ impl LoadingBar {
     }
 }
 
-impl Drop for LoadingBar {
+impl Drop for Bar {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

@@ -142,6 +142,7 @@ pub struct Scheduler<C> {
     next_request: u64,
     step: u64,
     recomputed: u64,
+    failed_loads: u64,
 }
 
 struct Request {
@@ -165,7 +166,19 @@ impl<C: contract::Scheduler> Scheduler<C> {
     pub fn new(config: SchedulerConfig, connector: C) -> Result<Self, PoolError> {
         let pool = BlockPool::new(config.blocks as usize)?;
         let (waiting, loading, running, held) = Default::default();
-        Ok(Self { config, connector, pool, waiting, loading, running, held, next_request: 0, step: 0, recomputed: 0 })
+        Ok(Self {
+            config,
+            connector,
+            pool,
+            waiting,
+            loading,
+            running,
+            held,
+            next_request: 0,
+            step: 0,
+            recomputed: 0,
+            failed_loads: 0,
+        })
     }
 
     /// Queues a request.
@@ -282,6 +295,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             pool: self.pool.counts(),
             steps: self.step,
             recomputed_tokens: self.recomputed,
+            failed_requests: self.failed_loads,
         }
     }
 
@@ -368,6 +382,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
     fn lost(&mut self, failure: LoadFailure) -> Option<Event> {
         let LoadFailure { request: id, good_tokens, reason, .. } = failure;
         if self.config.on_load_failure == LoadFailurePolicy::Fail {
+            self.failed_loads += 1;
             return self.finish(&id, FinishReason::Failed(reason));
         }
         if let Some(request) = take_out(&mut self.loading, &id) {
@@ -435,6 +450,8 @@ pub struct Snapshot {
     pub steps: u64,
     /// Tokens whose KV was lost in transit and computed here instead.
     pub recomputed_tokens: u64,
+    /// Requests that failed because their KV did not come.
+    pub failed_requests: u64,
 }
 
 impl Request {

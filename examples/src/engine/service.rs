@@ -69,7 +69,12 @@ impl Ticket {
         self.updates.recv().await
     }
 
-    /// The same on a thread outside an async runtime.
+    /// The next update if there is one already. `None` says nothing about the request.
+    pub fn try_next(&mut self) -> Option<Update> {
+        self.updates.try_recv().ok()
+    }
+
+    /// The same as [`Ticket::next`] on a thread outside an async runtime.
     pub fn next_blocking(&mut self) -> Option<Update> {
         self.updates.blocking_recv()
     }

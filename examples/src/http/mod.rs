@@ -6,4 +6,4 @@ mod server;
 
 pub use body::{CompletionBody, Prompt};
 pub use error::ApiError;
-pub use server::{Frontend, LocalRouter, RouteError, Router, router};
+pub use server::{Frontend, LocalRouter, RouteError, Router, metrics_router, router};

@@ -14,6 +14,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_core::Stream;
 use kvferry::contract::TransferParams;
+use kvferry::metrics::{CONTENT_TYPE, Metrics};
 use serde_json::{Value, json};
 
 use super::body::{CompletionBody, Prompt};
@@ -60,8 +61,8 @@ pub struct Frontend {
     pub model: LoadedModel,
     /// Who prefills.
     pub router: Arc<dyn Router>,
-    /// The text of `GET /metrics`.
-    pub metrics: Arc<dyn Fn() -> String + Send + Sync>,
+    /// What `GET /metrics` tells.
+    pub metrics: Arc<Metrics>,
 }
 
 /// The routes: `POST /v1/completions`, `GET /v1/models`, `GET /health`, `GET /metrics`.
@@ -79,6 +80,15 @@ pub fn router(frontend: Frontend) -> axum::Router {
         .with_state(Arc::new(frontend))
 }
 
+/// Only `GET /metrics`, for a node without completions.
+pub fn metrics_router(engine: EngineHandle, metrics: Arc<Metrics>) -> axum::Router {
+    let page = move || {
+        let (engine, metrics) = (engine.clone(), Arc::clone(&metrics));
+        async move { metrics_page(&engine, &metrics).await }
+    };
+    axum::Router::new().route("/metrics", get(page))
+}
+
 async fn models(State(frontend): State<Arc<Frontend>>) -> Json<Value> {
     let model = json!({ "id": frontend.name(), "object": "model", "owned_by": "kvferry-examples" });
     Json(json!({ "object": "list", "data": [model] }))
@@ -93,10 +103,19 @@ async fn health(State(frontend): State<Arc<Frontend>>) -> Result<Json<Value>, Ap
     })))
 }
 
-async fn metrics(State(frontend): State<Arc<Frontend>>) -> Response {
-    let mut response = (frontend.metrics)().into_response();
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kvferry::metrics::CONTENT_TYPE));
-    response
+async fn metrics(State(frontend): State<Arc<Frontend>>) -> Result<Response, ApiError> {
+    metrics_page(&frontend.engine, &frontend.metrics).await
+}
+
+/// kvferry's metrics, with what only the engine knows.
+async fn metrics_page(engine: &EngineHandle, metrics: &Metrics) -> Result<Response, ApiError> {
+    let state = engine.snapshot().await?;
+    metrics.record_pool(&state.pool);
+    metrics.recomputed_tokens_total.advance_to(state.recomputed_tokens);
+    metrics.failed_requests_total.advance_to(state.failed_requests);
+    let mut response = metrics.prometheus(&[]).into_response();
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
+    Ok(response)
 }
 
 async fn completions(

@@ -64,12 +64,15 @@ pub struct Rows {
 }
 
 impl Model {
+    /// The name that stands for the built-in model where a path is expected.
+    pub const EMBEDDED: &str = "embedded";
+
     /// Loads a model and its tokenizer: `embedded`, or a GGUF file. `progress(done, all)` hears of every layer.
     ///
     /// # Errors
     /// [`ModelError`]: what is wrong with the file, where, and how to mend it.
     pub fn load(path: &Path, progress: &mut dyn FnMut(usize, usize)) -> Result<(Self, Tokenizer), ModelError> {
-        if path == Path::new("embedded") {
+        if path == Path::new(Self::EMBEDDED) {
             return Ok((Self::embedded(), Tokenizer::Bytes(ByteTokenizer)));
         }
         let file = gguf::GgufFile::open(path)?;

@@ -1,0 +1,124 @@
+//! The two nodes as processes of their own.
+
+use std::net::SocketAddr;
+use std::process::Stdio;
+
+use anyhow::{Context, bail};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+
+use super::client::Client;
+use super::{blocks, sibling};
+use crate::cli::{Order, PairOptions};
+use crate::pd::random_bits;
+
+/// A prefill and a decode node; both are killed when this is dropped, and end by themselves if this process dies.
+pub(super) struct Pair {
+    prefill: Child,
+    decode: Child,
+    metrics: Client,
+    http: Client,
+}
+
+impl Pair {
+    /// Starts both; they can serve sequences of `longest` tokens.
+    pub(super) async fn start(options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
+        let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
+        let mut command =
+            node(options, "prefill", &key, options.prefill_layout.to_string(), options.prefill_block, longest)?;
+        command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
+        let (prefill, said) = spawn(command, "prefill").await?;
+        let transfer = address(&said, "transfer")?;
+        let metrics = Client { address: address(&said, "metrics")? };
+        let mut command =
+            node(options, "decode", &key, options.decode_layout.to_string(), options.decode_block, longest)?;
+        command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
+        let (decode, said) = spawn(command, "decode").await?;
+        let http = Client { address: address(&said, "http")? };
+        Ok(Self { prefill, decode, metrics, http })
+    }
+
+    pub(super) const fn decode_client(&self) -> Client {
+        self.http
+    }
+
+    pub(super) async fn decode_metrics(&self) -> anyhow::Result<String> {
+        self.http.get("/metrics").await
+    }
+
+    pub(super) async fn prefill_metrics(&self) -> anyhow::Result<String> {
+        self.metrics.get("/metrics").await
+    }
+
+    /// Ends both and waits until they are gone.
+    pub(super) async fn stop(mut self) {
+        for (name, child) in [("decode", &mut self.decode), ("prefill", &mut self.prefill)] {
+            // The end of their standard input is their signal to go.
+            drop(child.stdin.take());
+            match tokio::time::timeout(GRACE, child.wait()).await {
+                Ok(Ok(status)) if status.success() => {}
+                Ok(Ok(status)) => tracing::warn!(node = name, %status, "the node did not end well"),
+                Ok(Err(error)) => tracing::warn!(node = name, %error, "the node cannot be waited for"),
+                Err(_) => {
+                    tracing::warn!(node = name, "the node did not end in time and is killed");
+                    if let Err(error) = child.kill().await {
+                        tracing::warn!(node = name, %error, "the node cannot be killed");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How long a node may take to end by itself.
+const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
+
+fn node(
+    options: &PairOptions,
+    name: &str,
+    key: &str,
+    layout: String,
+    block: u32,
+    longest: usize,
+) -> anyhow::Result<Command> {
+    let concurrency = options.concurrency.get();
+    let mut command = Command::new(sibling(name)?);
+    let order = match options.link.order {
+        Order::DecodeFirst => "decode-first",
+        Order::PrefillFirst => "prefill-first",
+    };
+    command
+        .arg("--model")
+        .arg(&options.model)
+        .args(["--kv-dtype", &options.kv_dtype.to_string(), "--layout", &layout, "--block", &block.to_string()])
+        .args(["--blocks", &blocks(longest, block, concurrency).to_string(), "--chunk", &options.chunk.to_string()])
+        .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--order", order, "--exit-with-stdin"])
+        .env("KVFERRY_PSK", key)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true);
+    if let Some(rate) = options.link.link_gbps {
+        command.args(["--link-gbps", &rate.to_string()]);
+    }
+    Ok(command)
+}
+
+/// Starts a node and waits for the line that says where it listens.
+async fn spawn(mut command: Command, name: &str) -> anyhow::Result<(Child, Value)> {
+    let mut child = command.spawn().with_context(|| format!("{name} cannot be started"))?;
+    let stdout = child.stdout.take().with_context(|| format!("{name} has no standard output"))?;
+    let mut line = String::new();
+    BufReader::new(stdout).read_line(&mut line).await.with_context(|| format!("{name} cannot be heard"))?;
+    if line.is_empty() {
+        let status = child.wait().await?;
+        bail!("{name} ended before it served ({status}); its last words are above");
+    }
+    let said = serde_json::from_str(&line).with_context(|| format!("{name} said {line:?} instead of its address"))?;
+    Ok((child, said))
+}
+
+fn address(said: &Value, field: &str) -> anyhow::Result<SocketAddr> {
+    let text = said[field].as_str().with_context(|| format!("no {field} in {said}"))?;
+    text.parse().with_context(|| format!("{field} is {text:?}, which is no address"))
+}

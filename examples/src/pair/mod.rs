@@ -1,0 +1,170 @@
+//! Two processes and a reference: prompts go through a prefill and a decode node, and through one engine in this process; the
+//! answers must be the same to the bit.
+
+mod children;
+mod client;
+mod report;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+pub use report::{Output, Report, Summary, Times};
+
+use crate::cli::{Bar, PairOptions, read_prompts};
+use crate::engine::Submission;
+use crate::node::{LoadedModel, NodeConfig, generate, logits_digest};
+use children::Pair;
+use report::Answer;
+
+/// Prompts for those who have none at hand: of one token and of many, around the size of a block.
+const PROMPTS: [&str; 5] = [
+    "A",
+    "The first fifteen",
+    "Once upon a time, in a house at the edge of the woods, there lived",
+    "KV cache is what a model remembers of a text. A prefill node computes it, and a decode node needs it, so somebody must carry \
+     it over. That is what kvferry does, and",
+    "Count: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen,",
+];
+
+/// Runs all prompts both ways and compares.
+///
+/// # Errors
+/// What keeps the comparison from being made: a prompt file, a model, a node that does not start. A prompt that fails in the two
+/// processes is not an error but a part of the report.
+pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
+    let prompts = match &options.prompts {
+        Some(path) => read_prompts(path)?,
+        None => PROMPTS.map(str::to_owned).to_vec(),
+    };
+    let model = LoadedModel::load(&options.model)?;
+    let tokens: Vec<Vec<u32>> = prompts
+        .iter()
+        .map(|prompt| model.tokenizer.encode(prompt))
+        .collect::<Result<_, _>>()
+        .map_err(anyhow::Error::msg)?;
+    let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + options.max_tokens.get() as usize;
+    let reference = reference(options, &model, &tokens, longest).await?;
+    // The reference's engine and weights are gone before the two processes need the memory and the cores.
+    let tokenizer = Arc::clone(&model.tokenizer);
+    drop(model);
+    let pair = Pair::start(options, longest).await?;
+    let answers = through_the_pair(options, &pair, &tokens).await;
+    let (decode, prefill) = (pair.decode_metrics().await?, pair.prefill_metrics().await?);
+    pair.stop().await;
+    Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill))
+}
+
+/// Blocks of a cache that holds `sequences` of the longest length.
+fn blocks(longest: usize, tokens_per_block: u32, sequences: u32) -> u32 {
+    // One sequence more: a finished one is held until its transfer is over.
+    let each = longest.div_ceil(tokens_per_block as usize) as u32;
+    each.saturating_mul(sequences.saturating_mul(2).saturating_add(1))
+}
+
+async fn reference(
+    options: &PairOptions,
+    model: &LoadedModel,
+    prompts: &[Vec<u32>],
+    longest: usize,
+) -> anyhow::Result<Vec<Answer>> {
+    let concurrency = options.concurrency.get();
+    let config = NodeConfig {
+        order: options.decode_layout,
+        dtype: options.kv_dtype,
+        blocks: blocks(longest, options.decode_block, concurrency),
+        tokens_per_block: options.decode_block,
+        chunk_tokens: options.chunk.get() as usize,
+        max_running: concurrency as usize,
+        on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,
+    };
+    let engine = model.start_local(&config)?;
+    let answers = at_most(concurrency, "single process", prompts, |prompt| {
+        let (handle, model, max_tokens) = (engine.handle(), model.clone(), options.max_tokens.get() as usize);
+        async move {
+            let submission = Submission { keep_first_logits: true, ..model.greedy(prompt, max_tokens) };
+            let generation = generate(&handle, submission).await?;
+            let first_logits = generation.first_logits.as_deref().map(logits_digest);
+            Ok(Answer { tokens: generation.tokens, first_logits, ttft_ms: generation.ttft_ms })
+        }
+    });
+    answers.await.into_iter().collect::<Result<_, _>>().context("the single process did not answer")
+}
+
+async fn through_the_pair(options: &PairOptions, pair: &Pair, prompts: &[Vec<u32>]) -> Vec<anyhow::Result<Answer>> {
+    let max_tokens = options.max_tokens.get();
+    at_most(options.concurrency.get(), "prefill and decode", prompts, |prompt| {
+        let client = pair.decode_client();
+        async move {
+            let body = json!({
+                "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": true,
+                "kvferry_report": true,
+            });
+            parse_answer(&client.post("/v1/completions", &body).await?)
+        }
+    })
+    .await
+}
+
+fn parse_answer(answer: &Value) -> anyhow::Result<Answer> {
+    let tokens =
+        serde_json::from_value(answer["choices"][0]["token_ids"].clone()).context("no token ids in the answer")?;
+    let first_logits = answer["kvferry"]["first_logits"].as_str().map(str::to_owned);
+    let ttft_ms = answer["kvferry"]["ttft_ms"].as_f64().context("no ttft_ms in the answer")?;
+    Ok(Answer { tokens, first_logits, ttft_ms })
+}
+
+/// Runs `one` for each prompt, so many at a time, in order; shows a bar when it takes longer than a second.
+async fn at_most<F, A>(
+    concurrency: u32,
+    what: &'static str,
+    prompts: &[Vec<u32>],
+    one: impl Fn(Vec<u32>) -> F,
+) -> Vec<anyhow::Result<A>>
+where
+    F: Future<Output = anyhow::Result<A>> + Send + 'static,
+    A: Send + 'static,
+{
+    let places = Arc::new(Semaphore::new(concurrency as usize));
+    let mut running = JoinSet::new();
+    for (index, prompt) in prompts.iter().enumerate() {
+        let (places, one) = (Arc::clone(&places), one(prompt.clone()));
+        running.spawn(async move {
+            let _place = places.acquire_owned().await?;
+            Ok((index, one.await))
+        });
+    }
+    let mut answers: Vec<_> = prompts.iter().map(|_| Err(anyhow::anyhow!("it was not run"))).collect();
+    let mut bar = Bar::new(what);
+    let mut done = 0;
+    loop {
+        let step = tokio::time::timeout(std::time::Duration::from_millis(500), running.join_next()).await;
+        match step {
+            Ok(Some(Ok(Ok::<_, anyhow::Error>((index, answer))))) => {
+                answers[index] = answer;
+                done += 1;
+            }
+            Ok(Some(Ok(Err(error)))) => tracing::error!(%error, "a prompt was not run"),
+            Ok(Some(Err(error))) => tracing::error!(%error, "a prompt's task ended"),
+            Ok(None) => return answers,
+            // Nothing finished: only the bar moves.
+            Err(_) => {}
+        }
+        bar.at(done, prompts.len());
+    }
+}
+
+/// Where the two other binaries lie: beside this one.
+fn sibling(name: &str) -> anyhow::Result<std::path::PathBuf> {
+    let this = std::env::current_exe().context("the path of this program is unknown")?;
+    // Test binaries lie one folder deeper.
+    let folders = [this.parent(), this.parent().and_then(Path::parent)];
+    let found = folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.is_file());
+    found.with_context(|| {
+        format!("the program {name} is not beside {}; build it: cargo build -p kvferry-examples", this.display())
+    })
+}

@@ -1,0 +1,237 @@
+//! What a comparison found, as JSON and as text.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::model::Tokenizer;
+
+/// What one engine answered to one prompt.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) struct Answer {
+    pub(super) tokens: Vec<u32>,
+    /// Digest of the logits of the first token.
+    pub(super) first_logits: Option<String>,
+    pub(super) ttft_ms: f64,
+}
+
+/// The comparison of all prompts.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Report {
+    /// The figures.
+    #[serde(flatten)]
+    pub summary: Summary,
+    /// What the two processes generated, a prompt each.
+    pub outputs: Vec<Output>,
+}
+
+/// The figures of a comparison.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Summary {
+    /// Prompts.
+    pub requests: usize,
+    /// Prompts whose tokens are the single process's, and whose first logits have the same bits.
+    pub identical: usize,
+    /// Tokens that the two processes generated.
+    pub tokens: usize,
+    /// From submission at the decode node to the first token.
+    pub ttft_ms: Times,
+    /// The same in the single process.
+    pub single_process_ttft_ms: Times,
+    /// K/V bytes that landed at the decode node and were verified.
+    pub kv_bytes: u64,
+    /// `kv_bytes` over the time of all transfers from start to verdict, in 10^9 bits a second. That time includes what the
+    /// transfers waited for prefill to compute.
+    pub transfer_gbps: f64,
+    /// Of the time of all transfers, the share in which the decode node's model stood still and waited for a layer.
+    pub exposed_fraction: f64,
+    /// Tokens whose KV was lost in transit and computed by the decode node.
+    pub recomputed: u64,
+    /// Prompts without an answer.
+    pub failed: usize,
+    /// Transfers, grants, leases and blocks that were still held at the end, on both sides.
+    pub still_held: u64,
+}
+
+/// Percentiles of times, in milliseconds.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Times {
+    /// The median.
+    pub p50: f64,
+    /// One of a hundred takes longer.
+    pub p99: f64,
+}
+
+/// What the two processes generated for one prompt.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Output {
+    /// The prompt's index, from 0.
+    pub prompt: usize,
+    /// The text.
+    pub text: String,
+    /// Its tokens.
+    pub token_ids: Vec<u32>,
+    /// Whether it is the single process's.
+    pub identical: bool,
+    /// Why there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+impl Report {
+    pub(super) fn new(
+        answers: Vec<anyhow::Result<Answer>>,
+        reference: Vec<Answer>,
+        tokenizer: &Tokenizer,
+        decode: &str,
+        prefill: &str,
+    ) -> Self {
+        let ttft = |answers: &mut dyn Iterator<Item = f64>| Times::of(answers.collect());
+        let single_process_ttft_ms = ttft(&mut reference.iter().map(|answer| answer.ttft_ms));
+        let ttft_ms = ttft(&mut answers.iter().flatten().map(|answer| answer.ttft_ms));
+        let outputs: Vec<_> = answers
+            .into_iter()
+            .zip(&reference)
+            .enumerate()
+            .map(|(prompt, (answer, reference))| Output::new(prompt, answer, reference, tokenizer))
+            .collect();
+        let kv_bytes = sum(decode, "kvferry_transfer_bytes_total", "side=\"receive\"");
+        let seconds = sum(decode, "kvferry_transfer_seconds_sum", "side=\"receive\"");
+        let exposed = sum(decode, "kvferry_exposed_wait_seconds_sum", "");
+        let share = |part: f64| if seconds > 0.0 { part / seconds } else { 0.0 };
+        let held = |page: &str| -> f64 {
+            let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "pool_blocks_leased"];
+            let in_use = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
+            gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + in_use
+        };
+        let summary = Summary {
+            requests: outputs.len(),
+            identical: outputs.iter().filter(|output| output.identical).count(),
+            tokens: outputs.iter().map(|output| output.token_ids.len()).sum(),
+            ttft_ms,
+            single_process_ttft_ms,
+            kv_bytes: kv_bytes as u64,
+            transfer_gbps: share(kv_bytes * 8.0 / 1e9),
+            exposed_fraction: share(exposed),
+            recomputed: sum(decode, "kvferry_recomputed_tokens_total", "") as u64,
+            failed: outputs.iter().filter(|output| output.error.is_some()).count(),
+            still_held: (held(decode) + held(prefill)) as u64,
+        };
+        Self { summary, outputs }
+    }
+
+    /// Whether every prompt has the single process's answer.
+    #[must_use]
+    pub const fn all_identical(&self) -> bool {
+        self.summary.identical == self.summary.requests
+    }
+}
+
+impl Output {
+    fn new(prompt: usize, answer: anyhow::Result<Answer>, reference: &Answer, tokenizer: &Tokenizer) -> Self {
+        match answer {
+            Ok(answer) => Self {
+                prompt,
+                text: tokenizer.decode(&answer.tokens).unwrap_or_default(),
+                identical: answer.tokens == reference.tokens
+                    && answer.first_logits.is_some()
+                    && answer.first_logits == reference.first_logits,
+                token_ids: answer.tokens,
+                error: None,
+            },
+            Err(error) => {
+                let (text, token_ids) = (String::new(), Vec::new());
+                Self { prompt, text, token_ids, identical: false, error: Some(format!("{error:#}")) }
+            }
+        }
+    }
+}
+
+impl Times {
+    /// The nearest-rank percentiles; zeros if there are no times.
+    fn of(mut times: Vec<f64>) -> Self {
+        times.sort_by(f64::total_cmp);
+        let rank = |percent: usize| (times.len() * percent).div_ceil(100).clamp(1, times.len().max(1)) - 1;
+        let at = |percent| times.get(rank(percent)).copied().unwrap_or(0.0);
+        Self { p50: at(50), p99: at(99) }
+    }
+}
+
+/// The sum of a metric's samples whose labels contain `label`, from a page in Prometheus's text format.
+fn sum(page: &str, name: &str, label: &str) -> f64 {
+    let samples = page.lines().filter_map(|line| {
+        let (sample, value) = line.rsplit_once(' ')?;
+        let (found, labels) = sample.split_once('{').unwrap_or((sample, ""));
+        (found == name && labels.contains(label)).then(|| value.parse::<f64>().ok()).flatten()
+    });
+    samples.sum()
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for output in &self.outputs {
+            let mark = if output.identical { "identical" } else { "DIFFERENT" };
+            match &output.error {
+                None => writeln!(f, "{:4}  {mark}  {:?}", output.prompt, output.text)?,
+                Some(error) => writeln!(f, "{:4}  FAILED     {error}", output.prompt)?,
+            }
+        }
+        let s = &self.summary;
+        writeln!(f, "\n{} of {} identical to a single process, {} tokens", s.identical, s.requests, s.tokens)?;
+        writeln!(f, "time to first token   p50 {:.1} ms, p99 {:.1} ms", s.ttft_ms.p50, s.ttft_ms.p99)?;
+        let single = s.single_process_ttft_ms;
+        writeln!(f, "in a single process   p50 {:.1} ms, p99 {:.1} ms", single.p50, single.p99)?;
+        writeln!(
+            f,
+            "KV carried            {} bytes, {:.3} Gbit/s while prefill computed",
+            s.kv_bytes, s.transfer_gbps
+        )?;
+        writeln!(f, "exposed               {:.1} % of the transfers' time", s.exposed_fraction * 100.0)?;
+        write!(f, "recomputed {} tokens, failed {}, still held {}", s.recomputed, s.failed, s.still_held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::ByteTokenizer;
+
+    fn answer(tokens: &[u32], logits: &str) -> Answer {
+        Answer { tokens: tokens.to_vec(), first_logits: Some(logits.into()), ttft_ms: 2.0 }
+    }
+
+    #[test]
+    fn only_equal_tokens_and_logits_count_as_identical() {
+        let reference: Vec<_> = (0..5).map(|_| answer(&[65, 66], "x")).collect();
+        let without_logits = Answer { first_logits: None, ..answer(&[65, 66], "") };
+        let answers = vec![
+            Ok(answer(&[65, 66], "x")),
+            Ok(answer(&[65, 67], "x")),
+            Ok(answer(&[65, 66], "y")),
+            Ok(without_logits),
+            Err(anyhow::anyhow!("gone")),
+        ];
+        let page = "# TYPE kvferry_transfer_bytes_total counter\nkvferry_transfer_bytes_total{side=\"send\"} 7\n\
+                    kvferry_transfer_bytes_total{side=\"receive\"} 1000000000\n\
+                    kvferry_transfer_seconds_sum{side=\"receive\"} 2\nkvferry_exposed_wait_seconds_sum 0.5\n\
+                    kvferry_pool_blocks 9\nkvferry_pool_blocks_free 8\nkvferry_leases_live 1\n";
+        let report = Report::new(answers, reference, &Tokenizer::Bytes(ByteTokenizer), page, "");
+        let s = &report.summary;
+        assert_eq!((s.requests, s.identical, s.failed, s.tokens), (5, 1, 1, 8));
+        assert_eq!((s.kv_bytes, s.transfer_gbps, s.exposed_fraction, s.still_held), (1_000_000_000, 4.0, 0.25, 2));
+        assert!(!report.all_identical());
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(
+            json["outputs"][0],
+            serde_json::json!({ "prompt": 0, "text": "AB", "token_ids": [65, 66], "identical": true })
+        );
+        assert_eq!(json["ttft_ms"], serde_json::json!({ "p50": 2.0, "p99": 2.0 }));
+    }
+
+    #[test]
+    fn percentiles_are_those_of_the_nearest_rank() {
+        assert_eq!(Times::of(vec![]), Times { p50: 0.0, p99: 0.0 });
+        assert_eq!(Times::of((1..=200).rev().map(f64::from).collect()), Times { p50: 100.0, p99: 198.0 });
+        assert_eq!(Times::of(vec![3.0]), Times { p50: 3.0, p99: 3.0 });
+    }
+}
