@@ -5,7 +5,6 @@ mod children;
 mod client;
 mod report;
 
-use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -54,7 +53,7 @@ pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
     drop(model);
     let pair = Pair::start(options, longest).await?;
     let answers = through_the_pair(options, &pair, &tokens).await;
-    let (decode, prefill) = (pair.decode_metrics().await?, pair.prefill_metrics().await?);
+    let (decode, prefill) = pair.settled_metrics().await?;
     pair.stop().await;
     Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill))
 }
@@ -158,13 +157,27 @@ where
     }
 }
 
-/// Where the two other binaries lie: beside this one.
-fn sibling(name: &str) -> anyhow::Result<std::path::PathBuf> {
-    let this = std::env::current_exe().context("the path of this program is unknown")?;
-    // Test binaries lie one folder deeper.
-    let folders = [this.parent(), this.parent().and_then(Path::parent)];
-    let found = folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.is_file());
-    found.with_context(|| {
-        format!("the program {name} is not beside {}; build it: cargo build -p kvferry-examples", this.display())
-    })
+/// What a process that the pair starts becomes: its first argument says so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// The prefill node.
+    Prefill,
+    /// The decode node.
+    Decode,
+}
+
+impl Role {
+    /// The role that this process was started for, if the pair started it.
+    #[must_use]
+    pub fn of_this_process() -> Option<Self> {
+        let first = std::env::args_os().nth(1)?;
+        [Self::Prefill, Self::Decode].into_iter().find(|role| first == role.word())
+    }
+
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill-node",
+            Self::Decode => "decode-node",
+        }
+    }
 }

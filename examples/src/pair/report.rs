@@ -40,10 +40,10 @@ pub struct Summary {
     pub single_process_ttft_ms: Times,
     /// K/V bytes that landed at the decode node and were verified.
     pub kv_bytes: u64,
-    /// `kv_bytes` over the time of all transfers from start to verdict, in 10^9 bits a second. That time includes what the
-    /// transfers waited for prefill to compute.
+    /// `kv_bytes` over the time of all transfers from their first write to their verdict, in 10^9 bits a second. That time
+    /// includes what the transfers waited for prefill to compute.
     pub transfer_gbps: f64,
-    /// Of the time of all transfers, the share in which the decode node's model stood still and waited for a layer.
+    /// Of that time, the share after the prompt's last layer was computed: what compute did not hide.
     pub exposed_fraction: f64,
     /// Tokens whose KV was lost in transit and computed by the decode node.
     pub recomputed: u64,
@@ -78,6 +78,13 @@ pub struct Output {
     pub error: Option<String>,
 }
 
+/// What a node's page of metrics says is still held for transfers or requests.
+pub(super) fn still_held(page: &str) -> u64 {
+    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "pool_blocks_leased"];
+    let in_use = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
+    (gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + in_use) as u64
+}
+
 impl Report {
     pub(super) fn new(
         answers: Vec<anyhow::Result<Answer>>,
@@ -96,14 +103,9 @@ impl Report {
             .map(|(prompt, (answer, reference))| Output::new(prompt, answer, reference, tokenizer))
             .collect();
         let kv_bytes = sum(decode, "kvferry_transfer_bytes_total", "side=\"receive\"");
-        let seconds = sum(decode, "kvferry_transfer_seconds_sum", "side=\"receive\"");
-        let exposed = sum(decode, "kvferry_exposed_wait_seconds_sum", "");
-        let share = |part: f64| if seconds > 0.0 { part / seconds } else { 0.0 };
-        let held = |page: &str| -> f64 {
-            let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "pool_blocks_leased"];
-            let in_use = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
-            gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + in_use
-        };
+        let wire = sum(prefill, "kvferry_wire_seconds_sum", "");
+        let exposed = sum(prefill, "kvferry_exposed_transfer_seconds_sum", "");
+        let share = |part: f64| if wire > 0.0 { part / wire } else { 0.0 };
         let summary = Summary {
             requests: outputs.len(),
             identical: outputs.iter().filter(|output| output.identical).count(),
@@ -115,7 +117,7 @@ impl Report {
             exposed_fraction: share(exposed),
             recomputed: sum(decode, "kvferry_recomputed_tokens_total", "") as u64,
             failed: outputs.iter().filter(|output| output.error.is_some()).count(),
-            still_held: (held(decode) + held(prefill)) as u64,
+            still_held: still_held(decode) + still_held(prefill),
         };
         Self { summary, outputs }
     }
