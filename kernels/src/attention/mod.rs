@@ -3,7 +3,9 @@
 mod kernel;
 mod rows;
 mod simd;
+mod softmax;
 mod threads;
+mod widen;
 mod work;
 
 #[cfg(test)]
