@@ -283,24 +283,51 @@ fn add_lanes<S: Simd, const R: usize, const J: usize>(s: S, sums: &[[S::V; J]; R
 /// As [`Weigh::new`].
 #[inline(always)]
 unsafe fn weigh<S: Simd, E: Element, const R: usize>(s: S, work: &mut Weigh<'_, '_, E>) {
-    let mut at = 0;
+    let passes = passes(S::WIDE, R, work.vectors);
+    let (mut at, mut pass) = (0, 0);
     while at < work.vectors {
-        let left = work.vectors - at;
-        let step = match (S::WIDE, R) {
+        let (step, turn) = (vectors_at_once(S::WIDE, R, work.vectors - at), (pass, passes));
+        match step {
             // SAFETY: at least as many vectors are left, and the caller's promise is passed on.
-            (true, 1 | 2) if left >= 8 => unsafe { weigh_by::<S, E, R, 8>(s, work, at) },
+            8 => unsafe { weigh_by::<S, E, R, 8>(s, work, at, turn) },
             // SAFETY: as above.
-            (true, _) | (false, 1) if left >= 4 => unsafe { weigh_by::<S, E, R, 4>(s, work, at) },
+            4 => unsafe { weigh_by::<S, E, R, 4>(s, work, at, turn) },
             // SAFETY: as above.
-            (true, _) | (false, 1 | 2) if left >= 2 => unsafe { weigh_by::<S, E, R, 2>(s, work, at) },
+            2 => unsafe { weigh_by::<S, E, R, 2>(s, work, at, turn) },
             // SAFETY: as above.
-            _ => unsafe { weigh_by::<S, E, R, 1>(s, work, at) },
-        };
+            _ => unsafe { weigh_by::<S, E, R, 1>(s, work, at, turn) },
+        }
         at += step;
+        pass += 1;
     }
 }
 
-/// `C` vectors of the head dimension, beginning at vector `at`; returns `C`.
+/// 16 sums in flight on a wide backend, 4 on others; a power of two that is no more than `left`.
+#[inline(always)]
+const fn vectors_at_once(wide: bool, rows: usize, left: usize) -> usize {
+    let most = match (wide, rows) {
+        (true, 1 | 2) => 8,
+        (true, _) | (false, 1) => 4,
+        (false, 2) => 2,
+        (false, _) => 1,
+    };
+    let mut step = most;
+    while step > left {
+        step /= 2;
+    }
+    step
+}
+
+const fn passes(wide: bool, rows: usize, vectors: usize) -> usize {
+    let (mut at, mut passes) = (0, 0);
+    while at < vectors {
+        at += vectors_at_once(wide, rows, vectors - at);
+        passes += 1;
+    }
+    passes
+}
+
+/// `C` vectors of the head dimension, beginning at vector `at`, as pass `turn.0` of `turn.1` over the positions.
 ///
 /// # Safety
 /// As [`Weigh::new`], and `at + C <= vectors`.
@@ -309,7 +336,8 @@ unsafe fn weigh_by<S: Simd, E: Element, const R: usize, const C: usize>(
     s: S,
     work: &mut Weigh<'_, '_, E>,
     at: usize,
-) -> usize {
+    turn: (usize, usize),
+) {
     let (values, decay, sums, vectors) = (work.values, work.decay, work.sums, work.vectors);
     let band = &mut work.band;
     let mut sum = [[s.splat(0.0); C]; R];
@@ -320,12 +348,16 @@ unsafe fn weigh_by<S: Simd, E: Element, const R: usize, const C: usize>(
             sum[r][c] = s.mul(before, s.splat(decay[r]));
         }
     }
+    let (mut wait, passes) = turn;
     for j in band.from..band.to {
-        if at == 0
-            && let Some(ahead) = &mut band.ahead
-        {
-            ahead.step(s);
+        // Evenly over all passes: a burst would fill the CPU's queue of misses and stall the loads of this tile.
+        if wait == 0 {
+            wait = passes;
+            if let Some(ahead) = &mut band.ahead {
+                ahead.step(s);
+            }
         }
+        wait -= 1;
         let run = values.at(j);
         let mut v = [s.splat(0.0); C];
         for c in 0..C {
@@ -346,5 +378,4 @@ unsafe fn weigh_by<S: Simd, E: Element, const R: usize, const C: usize>(
             unsafe { s.store(sums.wrapping_add((r * vectors + at + c) * LANES), sum[r][c]) };
         }
     }
-    C
 }

@@ -100,7 +100,8 @@ fn items<'a>(job: &Job<'_>, kv_heads: usize, batch: &AttentionBatch<'a>, threads
     let heads = |item: &Item<'_>| {
         let many = item.tokens.len() * job.group > ITEM_ROWS / 4;
         let near = AHEAD_BYTES / (TILE * job.keys.dim * job.dtype.bytes());
-        if many { 1 } else { kv_heads.div_ceil(busy).min(near).max(1) }
+        let far = job.keys.head_stride() > job.keys.token_stride();
+        if many || far { 1 } else { kv_heads.div_ceil(busy).min(near).max(1) }
     };
     let cut = |item: Item<'a>| {
         let heads = heads(&item);
