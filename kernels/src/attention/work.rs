@@ -27,8 +27,11 @@ impl Shared {
     }
 }
 
-/// Runs a batch whose arguments were checked and whose pages nobody writes.
-pub(super) fn attend(
+/// Runs a batch.
+///
+/// # Safety
+/// The arguments were checked against the view, and while the call lasts nobody writes the pages that the batch sees.
+pub(super) unsafe fn attend(
     view: &KvCacheView,
     layer: u16,
     batch: &AttentionBatch<'_>,
@@ -36,11 +39,15 @@ pub(super) fn attend(
     threads: &Threads,
     out: &mut [f32],
 ) {
-    attend_by(Backend::best(), view, layer, batch, options, threads, out);
+    // SAFETY: the caller's promise.
+    unsafe { attend_by(Backend::best(), view, layer, batch, options, threads, out) };
 }
 
 /// [`attend`] on a given backend.
-pub(super) fn attend_by(
+///
+/// # Safety
+/// As [`attend`].
+pub(super) unsafe fn attend_by(
     backend: Backend,
     view: &KvCacheView,
     layer: u16,
