@@ -220,7 +220,9 @@ fn a_receiver_that_stops_reading_is_given_up_and_the_source_is_free() {
 
 #[test]
 fn a_cancelled_source_is_not_read_again_even_in_the_middle_of_a_frame() {
-    let mut a = node("a", config(), 8 * MIB);
+    // Buffers that hold a small part of a frame.
+    let file = TcpConfigFile { frame_bytes: 4 << 20, socket_buffer_bytes: Some(64 << 10), ..config() };
+    let mut a = node("a", file, 8 * MIB);
     a.memory.fill(0, 8 * MIB, 0x33);
     let mut raw = RawPeer::join(&mut a, "slow");
     let grant = GrantKey(9);
