@@ -7,6 +7,7 @@ mod report;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -54,10 +55,25 @@ pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
     drop(model);
     let pair = Pair::start(options, longest).await?;
     let answers = through_the_pair(options, &pair, &tokens).await;
-    let (decode, prefill) = (pair.decode_metrics().await?, pair.prefill_metrics().await?);
+    let (decode, prefill) = settled(&pair).await?;
     pair.stop().await;
     Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill))
 }
+
+/// Both nodes' metrics, once nothing is held for a transfer any more: the last verdicts travel when the answers are here already.
+async fn settled(pair: &Pair) -> anyhow::Result<(String, String)> {
+    let deadline = Instant::now() + SETTLE;
+    loop {
+        let (decode, prefill) = (pair.decode_metrics().await?, pair.prefill_metrics().await?);
+        if Instant::now() >= deadline || report::still_held(&decode) + report::still_held(&prefill) == 0 {
+            return Ok((decode, prefill));
+        }
+        tokio::time::sleep(SETTLE / 100).await;
+    }
+}
+
+/// How long the last transfers may take to be over on both sides.
+const SETTLE: Duration = Duration::from_secs(5);
 
 /// Blocks of a cache that holds `sequences` of the longest length.
 fn blocks(longest: usize, tokens_per_block: u32, sequences: u32) -> u32 {
@@ -142,7 +158,7 @@ where
     let mut bar = Bar::new(what);
     let mut done = 0;
     loop {
-        let step = tokio::time::timeout(std::time::Duration::from_millis(500), running.join_next()).await;
+        let step = tokio::time::timeout(Duration::from_millis(500), running.join_next()).await;
         match step {
             Ok(Some(Ok(Ok::<_, anyhow::Error>((index, answer))))) => {
                 answers[index] = answer;

@@ -99,11 +99,6 @@ impl Report {
         let seconds = sum(decode, "kvferry_transfer_seconds_sum", "side=\"receive\"");
         let exposed = sum(decode, "kvferry_exposed_wait_seconds_sum", "");
         let share = |part: f64| if seconds > 0.0 { part / seconds } else { 0.0 };
-        let held = |page: &str| -> f64 {
-            let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "pool_blocks_leased"];
-            let in_use = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
-            gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + in_use
-        };
         let summary = Summary {
             requests: outputs.len(),
             identical: outputs.iter().filter(|output| output.identical).count(),
@@ -115,7 +110,7 @@ impl Report {
             exposed_fraction: share(exposed),
             recomputed: sum(decode, "kvferry_recomputed_tokens_total", "") as u64,
             failed: outputs.iter().filter(|output| output.error.is_some()).count(),
-            still_held: (held(decode) + held(prefill)) as u64,
+            still_held: still_held(decode) + still_held(prefill),
         };
         Self { summary, outputs }
     }
@@ -155,6 +150,13 @@ impl Times {
         let at = |percent| times.get(rank(percent)).copied().unwrap_or(0.0);
         Self { p50: at(50), p99: at(99) }
     }
+}
+
+/// Transfers, grants, leases and blocks that a node holds, from its metrics.
+pub(super) fn still_held(page: &str) -> u64 {
+    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live"];
+    let blocks = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
+    (gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + blocks) as u64
 }
 
 /// The sum of a metric's samples whose labels contain `label`, from a page in Prometheus's text format.
