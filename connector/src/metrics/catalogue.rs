@@ -63,6 +63,10 @@ metrics! {
         "Chunks posted (send), or verified (receive).";
     transfer_seconds: Family<Side, Histogram> => ByLabel<Side, HistogramValues>,
         "Time from a transfer's start to its verdict, whatever it is, in seconds.";
+    wire_seconds: Histogram => HistogramValues,
+        "Time from a sent transfer's first write to its verdict Done, in seconds.";
+    exposed_transfer_seconds: Histogram => HistogramValues,
+        "The part of it after the prompt's last layer was computed: what compute did not hide, in seconds.";
     exposed_wait_seconds: Histogram => HistogramValues,
         "Time that the model waited in wait_layer for K/V to land, one observation a step that waited, in seconds.";
     loaded_tokens_total: Counter => u64,

@@ -5,4 +5,4 @@ mod scheduler;
 mod worker;
 
 pub use scheduler::{PdScheduler, SchedulerOptions};
-pub use worker::{PdWorker, PdWorkerParts, Refusal, greeting};
+pub use worker::{PdHandle, PdWorker, PdWorkerParts, Refusal, greeting};

@@ -151,6 +151,11 @@ impl Driver {
                     Err(error) => tracing::warn!(%peer, %error, "engine message was not sent"),
                 }
             }
+            Command::Decline(peer, transfer, why) => {
+                if let Some(answer) = self.early.decline(self.now(), &peer, transfer, &why) {
+                    self.send(&peer, &answer);
+                }
+            }
             Command::Shutdown(grace, done) => {
                 let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
                 all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));

@@ -77,6 +77,12 @@ pub struct PdWorker {
     threads: Vec<JoinHandle<()>>,
 }
 
+/// Talks to a worker from any thread.
+#[derive(Clone, Debug)]
+pub struct PdHandle {
+    inputs: Sender<Input>,
+}
+
 /// What the driver tells the model thread.
 #[derive(Debug)]
 struct Board {
@@ -117,6 +123,8 @@ enum Command {
     Connect(PeerAddress),
     /// Carry bytes to a peer's engine.
     Message(PeerId, Bytes),
+    /// Refuse what a peer asked this engine for.
+    Decline(PeerId, TransferId, String),
     /// End everything; say when nothing touches the caches, or when the time is up.
     Shutdown(Duration, Sender<()>),
 }
@@ -198,20 +206,10 @@ impl PdWorker {
         Ok(Self { tp_rank, inputs, board, messages, step, transport, running, threads: vec![pump, driver] })
     }
 
-    /// Reaches a peer ahead of requests, and keeps trying. What comes of it is in the metrics and the log.
-    ///
-    /// # Errors
-    /// [`ConnectorError::Ended`].
-    pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
-        self.command(Command::Connect(address))
-    }
-
-    /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.
-    ///
-    /// # Errors
-    /// [`ConnectorError::Ended`].
-    pub fn send_message(&self, peer: PeerId, message: Bytes) -> Result<(), ConnectorError> {
-        self.command(Command::Message(peer, message))
+    /// A handle for the engine's other threads.
+    #[must_use]
+    pub fn handle(&self) -> PdHandle {
+        PdHandle { inputs: self.inputs.clone() }
     }
 
     /// What peers' engines said to this one; bounded, the newest are dropped and counted when nobody takes them.
@@ -236,6 +234,36 @@ impl PdWorker {
             // The driver answers, or drops the sender because it ended: both mean that nothing touches the pages.
             let _ = wait.recv();
         }
+    }
+}
+
+impl PdHandle {
+    /// Reaches a peer ahead of requests, and keeps trying. What comes of it is in the metrics and the log.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Ended`].
+    pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
+        self.command(Command::Connect(address))
+    }
+
+    /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Ended`].
+    pub fn send_message(&self, peer: PeerId, message: Bytes) -> Result<(), ConnectorError> {
+        self.command(Command::Message(peer, message))
+    }
+
+    /// Tells a peer that this engine will not take the transfer that it asked for, and why: its load fails at once.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Ended`].
+    pub fn decline(&self, peer: PeerId, transfer: TransferId, why: &str) -> Result<(), ConnectorError> {
+        self.command(Command::Decline(peer, transfer, why.to_owned()))
+    }
+
+    fn command(&self, command: Command) -> Result<(), ConnectorError> {
+        self.inputs.send(Input::Command(command)).map_err(|_| ConnectorError::Ended)
     }
 }
 

@@ -17,6 +17,7 @@ use super::driver::{Driver, Side};
 use super::jobs::{Job, JobDone, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
 use crate::config::Limits;
+use crate::metrics;
 
 /// All writes that have not ended.
 #[derive(Debug)]
@@ -190,7 +191,14 @@ impl Driver {
     pub(super) fn post_ended(&mut self, post: PostId, outcome: Result<(), TransportError>) {
         let Some(write) = self.posting.posted.remove(&post) else { return };
         let outcome = match outcome {
-            Ok(()) => PostOutcome::Taken,
+            Ok(()) => {
+                if let Some(pending) = self.posting.writes.get(&write) {
+                    let bytes = pending.rect.cells() * self.caches.bytes_per_cell();
+                    self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(bytes);
+                    self.board.metrics.chunks_total.at(metrics::Side::Send).add(1);
+                }
+                PostOutcome::Taken
+            }
             Err(error) => {
                 tracing::debug!(transfer = %write.transfer, %error, "write was lost");
                 PostOutcome::Lost

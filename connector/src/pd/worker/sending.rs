@@ -31,6 +31,9 @@ pub(super) struct Sending {
     /// The windows of each grant that was adopted.
     windows: BTreeMap<Generation, Vec<GrantedWindow>>,
     began: Time,
+    /// When the first write was asked for, and when the engine handed over the last part.
+    first_post: Option<Time>,
+    last_computed: Time,
 }
 
 impl Sending {
@@ -111,6 +114,8 @@ impl Driver {
             guards: Vec::new(),
             windows: BTreeMap::new(),
             began,
+            first_post: None,
+            last_computed: began,
         })
     }
 
@@ -138,6 +143,7 @@ impl Driver {
 
     /// Part of a request's KV is in the cache.
     pub(super) fn computed(&mut self, transfer: TransferId, rect: Rect) {
+        let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer).filter(|entry| !entry.over) else { return };
         let per_block = self.caches.tokens_per_block();
         let blocks = (rect.tokens().start / per_block) as usize..rect.tokens().end.div_ceil(per_block) as usize;
@@ -148,6 +154,7 @@ impl Driver {
         match guards {
             Ok(guards) => {
                 entry.guards.push(guards);
+                entry.last_computed = now;
                 self.with_sending(transfer, |entry, now| entry.machine.computed(now, rect));
             }
             Err(problem) => {
@@ -188,10 +195,14 @@ impl Driver {
     }
 
     fn perform_sending(&mut self, transfer: TransferId, output: SenderOutput) {
+        let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         match output {
             SenderOutput::Adopt(grant) => entry.adopt(&grant),
-            SenderOutput::Post { generation, sequence, rect } => self.post(transfer, generation, sequence, rect),
+            SenderOutput::Post { generation, sequence, rect } => {
+                entry.first_post.get_or_insert(now);
+                self.post(transfer, generation, sequence, rect);
+            }
             SenderOutput::CancelPosts { generation } => self.cancel_posts(transfer, generation),
             SenderOutput::Send(message) => {
                 if let Some(peer) = entry.peer.clone() {
@@ -208,6 +219,11 @@ impl Driver {
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         entry.over = true;
         let (request, elapsed) = (entry.request.clone(), now.since(entry.began));
+        if let (Verdict::Done, Some(first)) = (verdict, entry.first_post) {
+            let metrics = &self.board.metrics;
+            metrics.wire_seconds.observe(now.since(first));
+            metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
+        }
         self.count_end(metrics::Side::Send, verdict, elapsed);
         tracing::debug!(%request, %transfer, %verdict, elapsed_us = elapsed.as_micros(), "send ended");
         self.board.results().sent.push(request);

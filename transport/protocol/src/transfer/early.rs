@@ -15,6 +15,8 @@ use crate::message::{Abort, Ended, Message, Reason, Stopped, Verdict, Working};
 pub struct Early {
     config: EarlyConfig,
     kept: BTreeMap<(PeerId, TransferId), Kept>,
+    /// Transfers that the engine will not take, and why; as limited as the messages.
+    declined: BTreeMap<(PeerId, TransferId), Declined>,
     stats: EarlyStats,
 }
 
@@ -45,6 +47,12 @@ pub struct EarlyStats {
 }
 
 #[derive(Debug)]
+struct Declined {
+    text: String,
+    expires: Time,
+}
+
+#[derive(Debug)]
 struct Kept {
     message: Message,
     expires: Time,
@@ -57,6 +65,7 @@ impl Early {
         Self {
             config,
             kept: BTreeMap::new(),
+            declined: BTreeMap::new(),
             stats: EarlyStats { kept: 0, taken: 0, refused: 0, expired: 0, dropped: 0 },
         }
     }
@@ -65,6 +74,11 @@ impl Early {
     pub fn message(&mut self, now: Time, peer: &PeerId, message: Message) -> Option<Message> {
         let transfer = message.transfer()?;
         let key = (peer.clone(), transfer);
+        if let Some(declined) = self.declined.get(&key)
+            && let Some(answer) = negative(transfer, &message, &declined.text)
+        {
+            return Some(answer);
+        }
         match message {
             Message::Grant(_) | Message::Offer(_) | Message::Abort(_) => self.keep(now, key, message),
             Message::Renew(_) => match self.kept.get_mut(&key) {
@@ -114,6 +128,18 @@ impl Early {
         Some(kept.message)
     }
 
+    /// The engine will not take a transfer that a peer asked for: what the peer said, or will say, is answered with the reason.
+    /// Returns what to answer now.
+    pub fn decline(&mut self, now: Time, peer: &PeerId, transfer: TransferId, text: &str) -> Option<Message> {
+        let key = (peer.clone(), transfer);
+        let said = self.kept.remove(&key);
+        if self.declined.len() < self.config.max_messages {
+            let expires = now + self.config.ttl;
+            self.declined.insert(key, Declined { text: text.to_owned(), expires });
+        }
+        said.and_then(|said| negative(transfer, &said.message, text))
+    }
+
     /// Who spoke early of a transfer; the first by name if several did.
     #[must_use]
     pub fn peer_of(&self, transfer: TransferId) -> Option<&PeerId> {
@@ -123,10 +149,12 @@ impl Early {
     /// Forgets what a peer said: its session ended, and its grants with it.
     pub fn peer_down(&mut self, peer: &PeerId) {
         self.kept.retain(|(of, _), _| of != peer);
+        self.declined.retain(|(of, _), _| of != peer);
     }
 
     /// Gives up what nobody came for; returns what to answer to whom.
     pub fn timeout(&mut self, now: Time) -> Vec<(PeerId, Message)> {
+        self.declined.retain(|_, declined| declined.expires > now);
         let due: Vec<_> =
             self.kept.iter().filter(|(_, kept)| kept.expires <= now).map(|(key, _)| key.clone()).collect();
         let mut answers = Vec::new();
@@ -144,7 +172,8 @@ impl Early {
     /// When [`Early::timeout`] has something to do, and why.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<(Time, &'static str)> {
-        self.kept.values().map(|kept| kept.expires).min().map(|expires| (expires, "early message"))
+        let kept = self.kept.values().map(|kept| kept.expires);
+        kept.chain(self.declined.values().map(|declined| declined.expires)).min().map(|at| (at, "early message"))
     }
 
     /// How many messages are kept.

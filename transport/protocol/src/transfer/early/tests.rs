@@ -122,3 +122,18 @@ fn messages_of_unknown_transfers_have_the_right_answer() {
     early.peer_down(&alice);
     assert!(early.is_empty(), "a session's end takes its messages");
 }
+
+#[test]
+fn what_the_engine_declines_is_answered_now_and_when_it_comes() {
+    let (mut early, alice, bob) = (table(), peer("alice"), peer("bob"));
+    early.message(at(0), &alice, grant(1, 0));
+    let answer = early.decline(at(1), &alice, id(1), "the prompt is too long").unwrap();
+    assert_eq!(reason(&answer), ("Abort", Reason::Unknown));
+    assert_eq!(early.decline(at(1), &alice, id(2), "too long"), None, "nothing was said yet");
+    assert_eq!(reason(&early.message(at(2), &alice, grant(2, 0)).unwrap()), ("Abort", Reason::Unknown));
+    assert_eq!(early.message(at(2), &bob, grant(2, 0)), None, "another peer's transfer is another transfer");
+    while let Some((next, _)) = early.poll_timeout() {
+        early.timeout(next);
+    }
+    assert_eq!(early.message(at(100), &alice, grant(2, 0)), None, "it is not remembered for ever");
+}
