@@ -2,9 +2,10 @@
 //! block size and the layout. This is what makes a comparison of two engines fair.
 
 use kvferry::config::LoadFailurePolicy;
-use kvferry_examples::engine::{EngineService, Submission};
+use kvferry_examples::engine::{EngineService, FinishReason, NoConnector, Runner, Scheduler, Submission};
 use kvferry_examples::model::{ByteTokenizer, Model};
 use kvferry_examples::node::{Generation, LoadedModel, NodeConfig, generate};
+use kvferry_protocol::BlockId;
 
 const PROMPTS: [&str; 4] = [
     "a",
@@ -118,6 +119,26 @@ async fn the_embedded_model_listens_to_every_token_of_a_prompt() {
         seen.insert(tokens);
     }
     assert_eq!(seen.len(), 5, "each changed letter changes the answer");
+}
+
+#[tokio::test]
+async fn a_step_that_cannot_be_computed_fails_its_requests_and_the_engine_goes_on() {
+    let model = embedded();
+    let config = config("BLPNHC", "f16", 16, 64);
+    let runner = Runner::new(model.model.clone(), config.cache()).unwrap();
+    let cache = runner.cache().clone();
+    let scheduler = Scheduler::new(config.scheduler(&model.model), NoConnector).unwrap();
+    let engine = EngineService::start(scheduler, runner, NoConnector).unwrap();
+    let all: Vec<_> = (0..config.blocks).map(BlockId::new).collect();
+    let guards = cache.guard_write(&all, 2..3).unwrap();
+    let refused = generate(&engine.handle(), submission(&model, PROMPTS[1])).await.unwrap();
+    let FinishReason::Failed(why) = &refused.reason else { panic!("{:?}", refused.reason) };
+    assert!(why.contains("layer 2: store_kv was refused: page (layer 2, block"), "{why}");
+    drop(guards);
+    let want = model.start_local(&config).unwrap();
+    assert_eq!(one_by_one(&model, &engine, &PROMPTS).await, one_by_one(&model, &want, &PROMPTS).await);
+    let state = engine.handle().snapshot().await.unwrap();
+    assert_eq!((state.running, state.pool.free), (0, config.blocks as usize));
 }
 
 /// The same on real weights, over fewer shapes: a token here costs as much as a hundred of the embedded model.

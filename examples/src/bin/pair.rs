@@ -3,6 +3,7 @@
 
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Parser;
 use kvferry_examples::cli::{PairOptions, start_log};
 use kvferry_examples::nodes::{DecodeOptions, PrefillOptions, run_decode, run_prefill};
@@ -21,7 +22,8 @@ fn main() -> anyhow::Result<ExitCode> {
 }
 
 async fn compare(options: &PairOptions) -> anyhow::Result<ExitCode> {
-    let report = pair::run(options).await?;
+    let program = std::env::current_exe().context("the path of this program is unknown")?;
+    let report = pair::run(options, &program).await?;
     match options.json {
         true => println!("{}", serde_json::to_string_pretty(&report)?),
         false => println!("{report}"),

@@ -100,7 +100,7 @@ impl Runner {
     /// attention, when its new K and V may be read and sent.
     ///
     /// # Errors
-    /// [`RunnerError`]; the cache's new slots are undefined then.
+    /// [`RunnerError`]; the step's slots are undefined then, so the connector is not told that they are complete.
     pub fn run(&mut self, plan: &StepPlan, connector: &mut dyn Worker) -> Result<StepOutput, RunnerError> {
         let mut output = StepOutput::empty(plan.number);
         if let Err(error) = connector.begin_step(plan.connector.clone()) {

@@ -126,7 +126,7 @@ pub enum FinishReason {
     Length,
     /// The client gave up.
     Cancelled,
-    /// Its KV could not be brought or is wanted by nobody; why.
+    /// Its KV could not be brought, is wanted by nobody, or could not be computed; why.
     Failed(String),
 }
 
@@ -276,6 +276,12 @@ impl<C: contract::Scheduler> Scheduler<C> {
         let filled: Vec<_> = self.running.iter().filter(filled).map(|request| request.seen.id.clone()).collect();
         events.extend(filled.iter().filter_map(|id| self.finish(id, FinishReason::Length)));
         events
+    }
+
+    /// Takes a step that could not be computed: its requests fail, the others go on.
+    pub fn fail(&mut self, plan: &StepPlan, why: &str) -> Vec<Event> {
+        let fail = |sequence: &SequenceStep| self.finish(&sequence.request, FinishReason::Failed(why.to_owned()));
+        plan.sequences.iter().filter_map(fail).collect()
     }
 
     /// Whether no request waits, loads or runs, and the connector has nothing under way.
@@ -466,5 +472,4 @@ fn take_out(requests: &mut Vec<Request>, id: &RequestId) -> Option<Request> {
 }
 
 #[cfg(test)]
-#[path = "scheduler_tests.rs"]
 mod tests;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvferry::contract::{self, RequestId, Worker};
 use tokio::sync::{mpsc, oneshot};
 
-use super::runner::{Runner, RunnerError};
+use super::runner::Runner;
 use super::scheduler::{Event, FinishReason, Scheduler, Snapshot, Submission, SubmitError};
 
 /// Commands that wait for the engine's thread; more are refused.
@@ -89,7 +89,7 @@ pub struct EngineHandle {
 /// An engine on its thread. Dropping it stops the thread and waits for it.
 pub struct EngineService {
     handle: EngineHandle,
-    thread: Option<JoinHandle<Result<(), RunnerError>>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 enum Command {
@@ -167,12 +167,8 @@ impl EngineService {
         let (commands, receiver) = sync_channel(COMMANDS);
         let mut engine = EngineLoop { scheduler, runner, connector, clients: HashMap::new() };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let result = engine.run(&receiver);
+            engine.run(&receiver);
             engine.connector.shutdown(GRACE);
-            if let Err(error) = &result {
-                tracing::error!(%error, "the engine stopped");
-            }
-            result
         })?;
         Ok(Self { handle: EngineHandle { commands }, thread: Some(thread) })
     }
@@ -204,23 +200,28 @@ struct EngineLoop<C, W> {
 }
 
 impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
-    fn run(&mut self, commands: &Receiver<Command>) -> Result<(), RunnerError> {
+    fn run(&mut self, commands: &Receiver<Command>) {
         loop {
             if self.obey_waiting(commands).is_none() {
-                return Ok(());
+                return;
             }
             self.drop_clients_that_left();
             if self.scheduler.is_idle() {
-                let Ok(command) = commands.recv() else { return Ok(()) };
+                let Ok(command) = commands.recv() else { return };
                 if self.obey(command).is_none() {
-                    return Ok(());
+                    return;
                 }
                 continue;
             }
             let (plan, events) = self.scheduler.plan();
             self.tell(events);
-            let output = self.runner.run(&plan, &mut self.connector)?;
-            let events = self.scheduler.apply(&plan, output);
+            let events = match self.runner.run(&plan, &mut self.connector) {
+                Ok(output) => self.scheduler.apply(&plan, output),
+                Err(error) => {
+                    tracing::error!(step = plan.number, %error, "a step was not computed");
+                    self.scheduler.fail(&plan, &with_causes(&error))
+                }
+            };
             self.tell(events);
             if plan.sequences.is_empty() {
                 // Only the connector has something to do: do not spin while it does.
@@ -230,7 +231,7 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
                     Err(RecvTimeoutError::Disconnected) => None,
                 };
                 if obeyed.is_none() {
-                    return Ok(());
+                    return;
                 }
             }
         }
@@ -291,4 +292,10 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
             }
         }
     }
+}
+
+/// An error and what it comes from, in one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }

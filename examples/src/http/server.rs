@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Json;
@@ -25,6 +26,9 @@ use crate::node::{LoadedModel, logits_digest};
 
 /// Bytes of a body; the longest prompt of a model's context fits.
 const BODY_LIMIT: usize = 4 << 20;
+
+/// Completions of this process, for their ids.
+static COMPLETIONS: AtomicU64 = AtomicU64::new(0);
 
 /// Finds a prefill node for a prompt.
 pub trait Router: Send + Sync {
@@ -163,9 +167,10 @@ impl Frontend {
         };
         let ticket = self.engine.submit(submission).await?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let id = format!("cmpl-{created:x}-{}", COMPLETIONS.fetch_add(1, Ordering::Relaxed));
         let (model, name) = (self.model.clone(), self.name().to_owned());
         let (text, tokens, first) = (TextStream::default(), Vec::new(), None);
-        Ok(Answer { body, ticket, model, name, created, prompt_tokens, text, tokens, first })
+        Ok(Answer { body, ticket, model, name, id, created, prompt_tokens, text, tokens, first })
     }
 }
 
@@ -175,6 +180,7 @@ struct Answer {
     ticket: Ticket,
     model: LoadedModel,
     name: String,
+    id: String,
     created: u64,
     prompt_tokens: usize,
     text: TextStream,
@@ -272,7 +278,7 @@ impl Answer {
 
     fn chunk(&self, text: &str, reason: Option<&str>) -> Value {
         json!({
-            "id": format!("cmpl-{:x}", self.created), "object": "text_completion", "created": self.created,
+            "id": self.id, "object": "text_completion", "created": self.created,
             "model": self.name,
             "choices": [{ "index": 0, "text": text, "logprobs": null, "finish_reason": reason }],
         })

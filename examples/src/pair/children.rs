@@ -1,6 +1,7 @@
 //! The two nodes as processes of their own.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
@@ -23,16 +24,16 @@ pub(super) struct Pair {
 
 impl Pair {
     /// Starts both; they can serve sequences of `longest` tokens.
-    pub(super) async fn start(options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
+    pub(super) async fn start(program: &Path, options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
         let mut command =
-            node(options, Role::Prefill, &key, options.prefill_layout.to_string(), options.prefill_block, longest)?;
+            node(program, options, Role::Prefill, &key, options.prefill_layout.to_string(), options.prefill_block, longest)?;
         command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
         let (prefill, said) = spawn(command, "prefill").await?;
         let transfer = address(&said, "transfer")?;
         let metrics = Client { address: address(&said, "metrics")? };
         let mut command =
-            node(options, Role::Decode, &key, options.decode_layout.to_string(), options.decode_block, longest)?;
+            node(program, options, Role::Decode, &key, options.decode_layout.to_string(), options.decode_block, longest)?;
         command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
         let (decode, said) = spawn(command, "decode").await?;
         let http = Client { address: address(&said, "http")? };
@@ -81,6 +82,7 @@ impl Pair {
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
 fn node(
+    program: &Path,
     options: &PairOptions,
     role: Role,
     key: &str,
@@ -89,8 +91,7 @@ fn node(
     longest: usize,
 ) -> anyhow::Result<Command> {
     let concurrency = options.concurrency.get();
-    let this = std::env::current_exe().context("the path of this program is unknown")?;
-    let mut command = Command::new(this);
+    let mut command = Command::new(program);
     let order = match options.link.order {
         Order::DecodeFirst => "decode-first",
         Order::PrefillFirst => "prefill-first",

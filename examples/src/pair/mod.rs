@@ -5,7 +5,9 @@ mod children;
 mod client;
 mod report;
 
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -30,12 +32,12 @@ const PROMPTS: [&str; 5] = [
     "Count: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen,",
 ];
 
-/// Runs all prompts both ways and compares.
+/// Runs all prompts both ways and compares. `program` is the binary `pair`, which the two nodes are started as.
 ///
 /// # Errors
 /// What keeps the comparison from being made: a prompt file, a model, a node that does not start. A prompt that fails in the two
 /// processes is not an error but a part of the report.
-pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
+pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report> {
     let prompts = match &options.prompts {
         Some(path) => read_prompts(path)?,
         None => PROMPTS.map(str::to_owned).to_vec(),
@@ -51,7 +53,7 @@ pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
-    let pair = Pair::start(options, longest).await?;
+    let pair = Pair::start(program, options, longest).await?;
     let answers = through_the_pair(options, &pair, &tokens).await;
     let (decode, prefill) = pair.settled_metrics().await?;
     pair.stop().await;
@@ -141,7 +143,7 @@ where
     let mut bar = Bar::new(what);
     let mut done = 0;
     loop {
-        let step = tokio::time::timeout(std::time::Duration::from_millis(500), running.join_next()).await;
+        let step = tokio::time::timeout(Duration::from_millis(500), running.join_next()).await;
         match step {
             Ok(Some(Ok(Ok::<_, anyhow::Error>((index, answer))))) => {
                 answers[index] = answer;

@@ -78,13 +78,6 @@ pub struct Output {
     pub error: Option<String>,
 }
 
-/// What a node's page of metrics says is still held for transfers or requests.
-pub(super) fn still_held(page: &str) -> u64 {
-    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "pool_blocks_leased"];
-    let in_use = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
-    (gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + in_use) as u64
-}
-
 impl Report {
     pub(super) fn new(
         answers: Vec<anyhow::Result<Answer>>,
@@ -159,6 +152,13 @@ impl Times {
     }
 }
 
+/// Transfers, grants, leases and blocks that a node holds, from its metrics.
+pub(super) fn still_held(page: &str) -> u64 {
+    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live"];
+    let blocks = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
+    (gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + blocks) as u64
+}
+
 /// The sum of a metric's samples whose labels contain `label`, from a page in Prometheus's text format.
 fn sum(page: &str, name: &str, label: &str) -> f64 {
     let samples = page.lines().filter_map(|line| {
@@ -215,9 +215,9 @@ mod tests {
         ];
         let page = "# TYPE kvferry_transfer_bytes_total counter\nkvferry_transfer_bytes_total{side=\"send\"} 7\n\
                     kvferry_transfer_bytes_total{side=\"receive\"} 1000000000\n\
-                    kvferry_transfer_seconds_sum{side=\"receive\"} 2\nkvferry_exposed_wait_seconds_sum 0.5\n\
                     kvferry_pool_blocks 9\nkvferry_pool_blocks_free 8\nkvferry_leases_live 1\n";
-        let report = Report::new(answers, reference, &Tokenizer::Bytes(ByteTokenizer), page, "");
+        let prefill = "kvferry_wire_seconds_sum 2\nkvferry_exposed_transfer_seconds_sum 0.5\n";
+        let report = Report::new(answers, reference, &Tokenizer::Bytes(ByteTokenizer), page, prefill);
         let s = &report.summary;
         assert_eq!((s.requests, s.identical, s.failed, s.tokens), (5, 1, 1, 8));
         assert_eq!((s.kv_bytes, s.transfer_gbps, s.exposed_fraction, s.still_held), (1_000_000_000, 4.0, 0.25, 2));
