@@ -251,7 +251,7 @@ fn a_cancelled_source_is_not_read_again_even_in_the_middle_of_a_frame() {
 fn a_cut_in_the_middle_of_a_write_ends_it_on_both_sides_and_a_new_session_comes() {
     let mut b = node("b", config(), 8 * MIB);
     let mut a = node("a", config(), 8 * MIB);
-    let proxy = Proxy::new(address(&b), ProxyPlan { cut_after_bytes: Some(3 * MIB as u64), flip_at_byte: None });
+    let proxy = Proxy::new(address(&b), ProxyPlan { cut_after_bytes: Some(3 * MIB as u64), ..ProxyPlan::default() });
     a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
     let Event::Up { session: first, .. } = a.wait_up(&b.peer) else { unreachable!() };
     b.wait_up(&a.peer);
@@ -279,7 +279,7 @@ fn a_bit_flipped_in_payload_on_the_way_lands_flipped() {
     let mut b = node("b", config(), MIB);
     let mut a = node("a", config(), MIB);
     // One lane carries the frame; the handshake and the head are far shorter than this.
-    let proxy = Proxy::new(address(&b), ProxyPlan { cut_after_bytes: None, flip_at_byte: Some(100_000) });
+    let proxy = Proxy::new(address(&b), ProxyPlan { flip_at_byte: Some(100_000), ..ProxyPlan::default() });
     a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
     a.wait_up(&b.peer);
     b.wait_up(&a.peer);

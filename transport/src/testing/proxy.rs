@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// What the proxy does to what flows from the dialler to the listener.
+/// What the proxy does to what flows in one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProxyPlan {
+    /// Break what flows from the listener to the dialler, instead of the other way.
+    pub towards_dialler: bool,
     /// Cuts a connection after it carried this many bytes.
     pub cut_after_bytes: Option<u64>,
     /// Flips one bit of byte `n` of each connection that carries as many.
@@ -47,7 +49,9 @@ impl Proxy {
                 let (Ok(near), Ok(far)) = (near, TcpStream::connect(target)) else { continue };
                 let plan = *plan.lock().unwrap_or_else(PoisonError::into_inner);
                 let _ = (near.set_nodelay(true), far.set_nodelay(true));
-                let both = [(near.try_clone(), far.try_clone(), plan), (Ok(far), Ok(near), ProxyPlan::default())];
+                let whole = ProxyPlan::default();
+                let (forth, back) = if plan.towards_dialler { (whole, plan) } else { (plan, whole) };
+                let both = [(near.try_clone(), far.try_clone(), forth), (Ok(far), Ok(near), back)];
                 for (from, to, plan) in both {
                     let (Ok(from), Ok(to)) = (from, to) else { continue };
                     open.lock().unwrap_or_else(PoisonError::into_inner).extend(from.try_clone());

@@ -111,6 +111,7 @@ impl Driver {
             }
             self.expire();
             self.push_posts();
+            self.set_gauges();
             if self.is_stopped() {
                 break;
             }
@@ -279,7 +280,18 @@ impl Driver {
         }
     }
 
-    /// Sets the gauges of transfers and slabs.
+    /// Sets the gauges that follow tables; once for each round of inputs.
+    fn set_gauges(&self) {
+        let metrics = &self.board.metrics;
+        metrics.early_grants_live.set(self.early.len() as u64);
+        metrics.grants_live.set(self.granted.len() as u64);
+        metrics.sessions_live.set(self.peers.count() as u64);
+        let (used, limit) = self.posting.slab_bytes();
+        metrics.slab_pool_used_bytes.set(used);
+        metrics.slab_pool_limit_bytes.set(limit);
+    }
+
+    /// Sets the gauges of transfers.
     pub(super) fn count_live(&self) {
         let metrics = &self.board.metrics;
         let receiving = self.receiving.values().filter(|entry| !entry.over).count();

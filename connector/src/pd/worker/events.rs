@@ -38,7 +38,6 @@ impl Driver {
             self.attach(transfer, &peer, session);
         }
         self.peers.up(peer.clone(), address, session);
-        self.board.metrics.sessions_live.set(self.peers.count() as u64);
         for (transfer, _) in self.transfers_where(|_| false, |entry| entry.peer.as_ref() == Some(&peer)) {
             self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session));
         }
@@ -66,8 +65,7 @@ impl Driver {
         if let Some(peer) = peer {
             if self.peers.down(peer) {
                 self.board.metrics.sessions_lost_total.add(1);
-                self.board.metrics.sessions_live.set(self.peers.count() as u64);
-            }
+                    }
             self.early.peer_down(peer);
             let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
             for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
@@ -118,7 +116,6 @@ impl Driver {
         } else if let Some(answer) = self.early.message(self.now(), &peer, message) {
             self.send(&peer, &answer);
         }
-        self.board.metrics.early_grants_live.set(self.early.len() as u64);
     }
 
     fn session_message(&self, peer: PeerId, message: Message) {

@@ -104,9 +104,6 @@ impl Driver {
                 break;
             }
         }
-        let (used, limit) = self.posting.slab_bytes();
-        self.board.metrics.slab_pool_used_bytes.set(used);
-        self.board.metrics.slab_pool_limit_bytes.set(limit);
         while let Some((write, request)) = self.posting.ready.pop_front() {
             if !self.hand_over(write, request) {
                 break;

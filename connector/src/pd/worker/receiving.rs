@@ -280,7 +280,6 @@ impl Driver {
                     }
                     Err(refusal) => entry.machine.grant_refused(now, generation, refusal),
                 };
-                self.board.metrics.grants_live.set(self.granted.len() as u64);
                 self.note(taken);
             }
             ReceiverOutput::Send(message) => {
@@ -316,7 +315,6 @@ impl Driver {
             self.transport.revoke(key);
             self.granted.remove(&key);
         }
-        self.board.metrics.grants_live.set(self.granted.len() as u64);
     }
 
     fn verified(&mut self, transfer: TransferId, rect: Rect) {

@@ -1,0 +1,80 @@
+//! One request, one connection, one answer.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+
+use serde_json::{Value, json};
+
+use crate::PATIENCE;
+
+/// A completion.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Answer {
+    /// The generated tokens.
+    pub tokens: Vec<u32>,
+    /// A digest of the bits of the first token's logits.
+    pub first_logits: String,
+}
+
+/// A request without a good answer.
+#[derive(Debug)]
+pub struct HttpError {
+    /// The status, or 0 if there was none.
+    pub status: u16,
+    /// The body, or what went wrong.
+    pub text: String,
+}
+
+/// Posts a completion of a prompt's tokens.
+///
+/// # Errors
+/// [`HttpError`] for any status but 200, or none.
+pub(crate) fn complete(node: SocketAddr, prompt: &[u32], max_tokens: u32) -> Result<Answer, HttpError> {
+    let body = json!({
+        "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": true, "kvferry_report": true,
+    });
+    let text = exchange(node, "POST", "/v1/completions", &body.to_string())?;
+    let value: Value = serde_json::from_str(&text).expect("an answer is JSON");
+    Ok(Answer {
+        tokens: serde_json::from_value(value["choices"][0]["token_ids"].clone()).expect("token ids"),
+        first_logits: value["kvferry"]["first_logits"].as_str().expect("a digest").to_owned(),
+    })
+}
+
+/// Gets a page.
+///
+/// # Errors
+/// As [`complete`].
+pub(crate) fn get(node: SocketAddr, path: &str) -> Result<String, HttpError> {
+    exchange(node, "GET", path, "")
+}
+
+/// Sends a request and hangs up without waiting.
+pub(crate) fn send_and_hang_up(node: SocketAddr, prompt: &[u32], max_tokens: u32) -> TcpStream {
+    let body = json!({ "prompt": prompt, "max_tokens": max_tokens, "stream": true }).to_string();
+    let mut stream = TcpStream::connect(node).expect("the node listens");
+    stream.write_all(head("POST", "/v1/completions", &body).as_bytes()).expect("the node reads");
+    stream.write_all(body.as_bytes()).expect("the node reads");
+    stream
+}
+
+fn head(method: &str, path: &str, body: &str) -> String {
+    let length = body.len();
+    format!(
+        "{method} {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\nContent-Type: application/json\r\n\
+         Content-Length: {length}\r\n\r\n"
+    )
+}
+
+fn exchange(node: SocketAddr, method: &str, path: &str, body: &str) -> Result<String, HttpError> {
+    let broken = |error: std::io::Error| HttpError { status: 0, text: error.to_string() };
+    let mut stream = TcpStream::connect(node).map_err(broken)?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(broken)?;
+    stream.write_all(head(method, path, body).as_bytes()).map_err(broken)?;
+    stream.write_all(body.as_bytes()).map_err(broken)?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).map_err(broken)?;
+    let (head, text) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
+    if status == 200 { Ok(text.to_owned()) } else { Err(HttpError { status, text: text.to_owned() }) }
+}
