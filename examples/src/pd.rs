@@ -12,7 +12,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 use kvferry::config::{ConfigError, ConnectorConfig, RawConfig, TransferOrder};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
-use kvferry::pd::{PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
+use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::Shard;
@@ -35,6 +35,8 @@ pub struct PdNode {
     pub address: PeerAddress,
     /// What peers' engines ask of this one.
     pub messages: Receiver<(PeerId, Bytes)>,
+    /// kvferry, for other threads than the engine's.
+    pub connector: PdHandle,
     order: TransferOrder,
 }
 
@@ -77,14 +79,14 @@ impl PdNode {
         let parts = PdWorkerParts { config, manifest, shard, cache, metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport)?;
         if let Some(peer) = peer {
-            worker.connect(PeerAddress::Tcp(peer))?;
+            worker.handle().connect(PeerAddress::Tcp(peer))?;
         }
-        let (address, messages) = (worker.local_address(), worker.messages().clone());
+        let (address, messages, connector) = (worker.local_address(), worker.messages().clone(), worker.handle());
         let tokens_per_block = NonZeroU32::new(node.tokens_per_block).unwrap_or(NonZeroU32::MIN);
         let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
         let engine = EngineService::start(scheduler, runner, worker).map_err(NodeError::Thread)?;
-        Ok(Self { engine, metrics, address, messages, order })
+        Ok(Self { engine, metrics, address, messages, connector, order })
     }
 
     /// Prefills what peers ask for until `stop` is set; blocks the calling thread.
@@ -109,6 +111,7 @@ const REMEMBERED: usize = 8192;
 /// What a prefill node is computing, and for whom.
 struct PrefillDesk {
     engine: EngineHandle,
+    connector: PdHandle,
     order: TransferOrder,
     /// Dropping a ticket would cancel its request.
     running: HashMap<TransferId, Ticket>,
@@ -119,7 +122,8 @@ struct PrefillDesk {
 impl PrefillDesk {
     fn of(node: &PdNode) -> Self {
         let (running, seen, oldest) = Default::default();
-        Self { engine: node.engine.handle(), order: node.order, running, seen, oldest }
+        let (engine, connector) = (node.engine.handle(), node.connector.clone());
+        Self { engine, connector, order: node.order, running, seen, oldest }
     }
 
     fn hear(&mut self, peer: &PeerId, message: &[u8]) {
@@ -144,8 +148,11 @@ impl PrefillDesk {
             Ok(ticket) => {
                 self.running.insert(transfer, ticket);
             }
-            // The decode node hears of it by its deadline, and computes the prompt itself.
-            Err(error) => tracing::warn!(%peer, %transfer, %error, "a prompt was refused"),
+            Err(error) => {
+                tracing::warn!(%peer, %transfer, %error, "a prompt was refused");
+                // Fails only when the connector has ended, and then the decode node hears that.
+                let _ = self.connector.decline(peer.clone(), transfer, &error.to_string());
+            }
         }
     }
 
