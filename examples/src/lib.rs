@@ -10,5 +10,6 @@ pub mod http;
 pub mod messages;
 pub mod model;
 pub mod node;
+pub mod nodes;
 pub mod pair;
 pub mod pd;

@@ -105,7 +105,7 @@ pub enum KernelError {
         mend: &'static str,
     },
     /// Query heads do not share KV heads evenly.
-    #[error("{q_heads} query heads cannot share {kv_heads} KV heads evenly")]
+    #[error("{q_heads} query heads cannot share {kv_heads} KV heads evenly; use a multiple of them, at most 65536")]
     Heads {
         /// Query heads asked for.
         q_heads: usize,

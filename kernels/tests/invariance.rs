@@ -1,4 +1,4 @@
-//! The invariant of design and docs: the same bits whatever the chunking, batch, block size, layout and threads.
+//! Attention's invariant: the same bits whatever the chunking, batch, block size, layout and threads.
 
 mod common;
 
@@ -73,7 +73,7 @@ fn in_random_chunks(stage: &mut Stage, sequences: &[common::Sequence], seed: u64
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
     #[test]
     fn bits_do_not_depend_on_chunks_batch_blocks_layout_or_threads(
@@ -97,7 +97,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
     #[test]
     fn bits_of_a_long_context_do_not_depend_on_who_computes_its_segments(

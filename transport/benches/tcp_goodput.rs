@@ -1,11 +1,12 @@
 //! Goodput of scattered blocks over TCP, beside a raw socket pair that moves the same bytes in the same run.
 //!
 //! Both are in one process: the transport with its own threads, the raw pair with a sender and a receiver thread per connection
-//! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers). They take
-//! turns, and the medians are compared.
+//! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers
+//! unless told otherwise). They take
+//! turns; the ratio is the median of the rounds' ratios, so that what else the machine does weighs on both alike.
 //!
 //! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N] [--only 1|2]
-//! [--link-gbps N]`
+//! [--link-gbps N] [--buffer-kib N] [--raw-buffer-kib N]`
 
 use std::io::{IoSlice, IoSliceMut, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -21,7 +22,6 @@ use kvferry_transport::{Event, GrantKey, Source, Tcp, TcpConfig, TcpConfigFile, 
 const ARENA_BYTES: usize = 128 << 20;
 const WRITE_BYTES: usize = 8 << 20;
 const BATCH_BYTES: usize = 1 << 20;
-const SOCKET_BUFFER_BYTES: usize = 128 << 10;
 /// Writes on their way at once.
 const DEPTH: usize = 4;
 
@@ -34,6 +34,8 @@ struct Options {
     /// 0: both, 1: the transport alone, 2: the raw pair alone; for profilers.
     only: usize,
     link_gbps: Option<f64>,
+    buffer_bytes: Option<u32>,
+    raw_buffer_bytes: usize,
 }
 
 fn main() {
@@ -49,7 +51,7 @@ fn main() {
     latency(&options);
     for block_bytes in [16 << 10, 64 << 10, 512 << 10, 2 << 20] {
         let mut ours = Ours::new(&options, block_bytes);
-        let mut raw = Raw::new(usize::from(options.lanes), block_bytes);
+        let mut raw = Raw::new(usize::from(options.lanes), block_bytes, options.raw_buffer_bytes);
         let (mut ours_gbps, mut raw_gbps) = (Vec::new(), Vec::new());
         ours.run(options.total_bytes / 4);
         raw.run(options.total_bytes / 4);
@@ -71,13 +73,15 @@ fn main() {
             ours_cpu += cpu_seconds() - between;
         }
         let gigabytes = (options.rounds * options.total_bytes) as f64 / 1e9;
+        let mut ratios: Vec<f64> = ours_gbps.iter().zip(&raw_gbps).map(|(ours, raw)| ours / raw).collect();
+        let ratio = median(&mut ratios);
         let (ours, raw) = (median(&mut ours_gbps), median(&mut raw_gbps));
         println!(
             "blocks of {:>4} KiB: transport {ours:.2} ({:.2})  raw {raw:.2} ({:.2})  ratio {:.2}; CPU s/GB: transport {:.3}  raw {:.3}",
             block_bytes >> 10,
             ours_gbps[ours_gbps.len() - 1],
             raw_gbps[raw_gbps.len() - 1],
-            ours / raw,
+            ratio,
             ours_cpu / gigabytes,
             raw_cpu / gigabytes
         );
@@ -113,6 +117,8 @@ fn options() -> Options {
         threads: 2,
         only: 0,
         link_gbps: None,
+        buffer_bytes: None,
+        raw_buffer_bytes: 128 << 10,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
@@ -126,9 +132,13 @@ fn options() -> Options {
             "--lanes" => options.lanes = value as u16,
             "--threads" => options.threads = value as u16,
             "--only" => options.only = value,
+            "--buffer-kib" => options.buffer_bytes = Some((value << 10) as u32),
+            "--raw-buffer-kib" => options.raw_buffer_bytes = value << 10,
             "--link-gbps" => options.link_gbps = Some(value as f64),
             "--frame-kib" => options.frame_bytes = (value << 10) as u32,
-            other => panic!("{other}: give --rounds, --mib, --lanes, --threads, --frame-kib, --link-gbps or --only"),
+            other => panic!(
+                "{other}: give --rounds, --mib, --lanes, --threads, --frame-kib, --link-gbps, --buffer-kib, --raw-buffer-kib or --only"
+            ),
         }
     }
     options
@@ -176,6 +186,7 @@ impl Ours {
                 data_threads: options.threads,
                 frame_bytes: options.frame_bytes,
                 link_gbps: options.link_gbps,
+                socket_buffer_bytes: options.buffer_bytes,
                 ..TcpConfigFile::default()
             };
             let config = TcpConfig::try_from(file).expect("a legal configuration");
@@ -247,15 +258,15 @@ struct Connection {
 }
 
 impl Raw {
-    fn new(connections: usize, block_bytes: usize) -> Self {
+    fn new(connections: usize, block_bytes: usize, buffer_bytes: usize) -> Self {
         let arena_bytes = ARENA_BYTES / connections;
         let connect = |_| {
             let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
             let listening = socket2::SockRef::from(&listener);
-            listening.set_recv_buffer_size(SOCKET_BUFFER_BYTES).expect("a buffer");
+            listening.set_recv_buffer_size(buffer_bytes).expect("a buffer");
             let sender = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
-            sender.set_send_buffer_size(SOCKET_BUFFER_BYTES).expect("a buffer");
-            sender.set_recv_buffer_size(SOCKET_BUFFER_BYTES).expect("a buffer");
+            sender.set_send_buffer_size(buffer_bytes).expect("a buffer");
+            sender.set_recv_buffer_size(buffer_bytes).expect("a buffer");
             sender.connect(&listener.local_addr().expect("an address").into()).expect("a connection");
             let (sender, receiver) = (TcpStream::from(sender), listener.accept().expect("a connection").0);
             for stream in [&sender, &receiver] {

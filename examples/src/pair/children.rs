@@ -1,6 +1,7 @@
 //! The two nodes as processes of their own.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
@@ -9,7 +10,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
 use super::client::Client;
-use super::{blocks, sibling};
+use super::{Role, blocks, report};
 use crate::cli::{Order, PairOptions};
 use crate::pd::random_bits;
 
@@ -23,16 +24,16 @@ pub(super) struct Pair {
 
 impl Pair {
     /// Starts both; they can serve sequences of `longest` tokens.
-    pub(super) async fn start(options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
+    pub(super) async fn start(program: &Path, options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
         let mut command =
-            node(options, "prefill", &key, options.prefill_layout.to_string(), options.prefill_block, longest)?;
+            node(program, options, Role::Prefill, &key, options.prefill_layout.to_string(), options.prefill_block, longest)?;
         command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
         let (prefill, said) = spawn(command, "prefill").await?;
         let transfer = address(&said, "transfer")?;
         let metrics = Client { address: address(&said, "metrics")? };
         let mut command =
-            node(options, "decode", &key, options.decode_layout.to_string(), options.decode_block, longest)?;
+            node(program, options, Role::Decode, &key, options.decode_layout.to_string(), options.decode_block, longest)?;
         command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
         let (decode, said) = spawn(command, "decode").await?;
         let http = Client { address: address(&said, "http")? };
@@ -43,12 +44,18 @@ impl Pair {
         self.http
     }
 
-    pub(super) async fn decode_metrics(&self) -> anyhow::Result<String> {
-        self.http.get("/metrics").await
-    }
-
-    pub(super) async fn prefill_metrics(&self) -> anyhow::Result<String> {
-        self.metrics.get("/metrics").await
+    /// The counters of decode and prefill, once nothing of a transfer is held any more: the last verdict may still be on its way
+    /// when the last answer is here. If something stays, the report says so.
+    pub(super) async fn settled_metrics(&self) -> anyhow::Result<(String, String)> {
+        let deadline = std::time::Instant::now() + GRACE;
+        loop {
+            let pages = (self.http.get("/metrics").await?, self.metrics.get("/metrics").await?);
+            if report::still_held(&pages.0) + report::still_held(&pages.1) == 0 || std::time::Instant::now() > deadline
+            {
+                return Ok(pages);
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        }
     }
 
     /// Ends both and waits until they are gone.
@@ -75,20 +82,22 @@ impl Pair {
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
 fn node(
+    program: &Path,
     options: &PairOptions,
-    name: &str,
+    role: Role,
     key: &str,
     layout: String,
     block: u32,
     longest: usize,
 ) -> anyhow::Result<Command> {
     let concurrency = options.concurrency.get();
-    let mut command = Command::new(sibling(name)?);
+    let mut command = Command::new(program);
     let order = match options.link.order {
         Order::DecodeFirst => "decode-first",
         Order::PrefillFirst => "prefill-first",
     };
     command
+        .arg(role.word())
         .arg("--model")
         .arg(&options.model)
         .args(["--kv-dtype", &options.kv_dtype.to_string(), "--layout", &layout, "--block", &block.to_string()])

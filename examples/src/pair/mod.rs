@@ -7,7 +7,7 @@ mod report;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -32,12 +32,12 @@ const PROMPTS: [&str; 5] = [
     "Count: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen,",
 ];
 
-/// Runs all prompts both ways and compares.
+/// Runs all prompts both ways and compares. `program` is the binary `pair`, which the two nodes are started as.
 ///
 /// # Errors
 /// What keeps the comparison from being made: a prompt file, a model, a node that does not start. A prompt that fails in the two
 /// processes is not an error but a part of the report.
-pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
+pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report> {
     let prompts = match &options.prompts {
         Some(path) => read_prompts(path)?,
         None => PROMPTS.map(str::to_owned).to_vec(),
@@ -53,27 +53,12 @@ pub async fn run(options: &PairOptions) -> anyhow::Result<Report> {
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
-    let pair = Pair::start(options, longest).await?;
+    let pair = Pair::start(program, options, longest).await?;
     let answers = through_the_pair(options, &pair, &tokens).await;
-    let (decode, prefill) = settled(&pair).await?;
+    let (decode, prefill) = pair.settled_metrics().await?;
     pair.stop().await;
     Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill))
 }
-
-/// Both nodes' metrics, once nothing is held for a transfer any more: the last verdicts travel when the answers are here already.
-async fn settled(pair: &Pair) -> anyhow::Result<(String, String)> {
-    let deadline = Instant::now() + SETTLE;
-    loop {
-        let (decode, prefill) = (pair.decode_metrics().await?, pair.prefill_metrics().await?);
-        if Instant::now() >= deadline || report::still_held(&decode) + report::still_held(&prefill) == 0 {
-            return Ok((decode, prefill));
-        }
-        tokio::time::sleep(SETTLE / 100).await;
-    }
-}
-
-/// How long the last transfers may take to be over on both sides.
-const SETTLE: Duration = Duration::from_secs(5);
 
 /// Blocks of a cache that holds `sequences` of the longest length.
 fn blocks(longest: usize, tokens_per_block: u32, sequences: u32) -> u32 {
@@ -174,13 +159,27 @@ where
     }
 }
 
-/// Where the two other binaries lie: beside this one.
-fn sibling(name: &str) -> anyhow::Result<std::path::PathBuf> {
-    let this = std::env::current_exe().context("the path of this program is unknown")?;
-    // Test binaries lie one folder deeper.
-    let folders = [this.parent(), this.parent().and_then(Path::parent)];
-    let found = folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.is_file());
-    found.with_context(|| {
-        format!("the program {name} is not beside {}; build it: cargo build -p kvferry-examples", this.display())
-    })
+/// What a process that the pair starts becomes: its first argument says so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// The prefill node.
+    Prefill,
+    /// The decode node.
+    Decode,
+}
+
+impl Role {
+    /// The role that this process was started for, if the pair started it.
+    #[must_use]
+    pub fn of_this_process() -> Option<Self> {
+        let first = std::env::args_os().nth(1)?;
+        [Self::Prefill, Self::Decode].into_iter().find(|role| first == role.word())
+    }
+
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill-node",
+            Self::Decode => "decode-node",
+        }
+    }
 }

@@ -40,10 +40,10 @@ pub struct Summary {
     pub single_process_ttft_ms: Times,
     /// K/V bytes that landed at the decode node and were verified.
     pub kv_bytes: u64,
-    /// `kv_bytes` over the time of all transfers from start to verdict, in 10^9 bits a second. That time includes what the
-    /// transfers waited for prefill to compute.
+    /// `kv_bytes` over the time of all transfers from their first write to their verdict, in 10^9 bits a second. That time
+    /// includes what the transfers waited for prefill to compute.
     pub transfer_gbps: f64,
-    /// Of the time of all transfers, the share in which the decode node's model stood still and waited for a layer.
+    /// Of that time, the share after the prompt's last layer was computed: what compute did not hide.
     pub exposed_fraction: f64,
     /// Tokens whose KV was lost in transit and computed by the decode node.
     pub recomputed: u64,
@@ -96,9 +96,9 @@ impl Report {
             .map(|(prompt, (answer, reference))| Output::new(prompt, answer, reference, tokenizer))
             .collect();
         let kv_bytes = sum(decode, "kvferry_transfer_bytes_total", "side=\"receive\"");
-        let seconds = sum(decode, "kvferry_transfer_seconds_sum", "side=\"receive\"");
-        let exposed = sum(decode, "kvferry_exposed_wait_seconds_sum", "");
-        let share = |part: f64| if seconds > 0.0 { part / seconds } else { 0.0 };
+        let wire = sum(prefill, "kvferry_wire_seconds_sum", "");
+        let exposed = sum(prefill, "kvferry_exposed_transfer_seconds_sum", "");
+        let share = |part: f64| if wire > 0.0 { part / wire } else { 0.0 };
         let summary = Summary {
             requests: outputs.len(),
             identical: outputs.iter().filter(|output| output.identical).count(),
@@ -215,9 +215,9 @@ mod tests {
         ];
         let page = "# TYPE kvferry_transfer_bytes_total counter\nkvferry_transfer_bytes_total{side=\"send\"} 7\n\
                     kvferry_transfer_bytes_total{side=\"receive\"} 1000000000\n\
-                    kvferry_transfer_seconds_sum{side=\"receive\"} 2\nkvferry_exposed_wait_seconds_sum 0.5\n\
                     kvferry_pool_blocks 9\nkvferry_pool_blocks_free 8\nkvferry_leases_live 1\n";
-        let report = Report::new(answers, reference, &Tokenizer::Bytes(ByteTokenizer), page, "");
+        let prefill = "kvferry_wire_seconds_sum 2\nkvferry_exposed_transfer_seconds_sum 0.5\n";
+        let report = Report::new(answers, reference, &Tokenizer::Bytes(ByteTokenizer), page, prefill);
         let s = &report.summary;
         assert_eq!((s.requests, s.identical, s.failed, s.tokens), (5, 1, 1, 8));
         assert_eq!((s.kv_bytes, s.transfer_gbps, s.exposed_fraction, s.still_held), (1_000_000_000, 4.0, 0.25, 2));

@@ -5,79 +5,216 @@
 #![expect(unsafe_code, reason = "reads KV runs in place through raw pointers")]
 #![expect(clippy::needless_range_loop, reason = "indices over register tiles say more than iterators")]
 
-use super::simd::{Element, LANES, Simd};
+use std::marker::PhantomData;
+
+use super::simd::{Element, LANES, Simd, Work};
 
 /// Positions that are worked on together; a tile begins at a multiple of it.
 pub(super) const TILE: usize = 64;
 
-/// Where the run of each position of a tile begins; only those in the visible range are read.
-pub(super) type Runs = [*const u8; TILE];
+/// Where the run of each position of a tile begins, in bytes from a head's first run.
+pub(super) type Offsets = [usize; TILE];
 
-/// Runs that are needed soon. Asking for them while other work goes on hides the memory's latency, which the CPU's own
-/// prefetcher cannot where runs are short and blocks lie scattered.
+/// The runs of one head in a tile; only those in the visible range are read.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead<'a> {
-    pub(super) runs: &'a Runs,
-    /// Bytes of each run; 0 asks for nothing.
-    pub(super) bytes: usize,
+pub(super) struct Runs<'a> {
+    pub(super) base: *const u8,
+    pub(super) offsets: &'a Offsets,
 }
 
-impl Ahead<'_> {
+impl Runs<'_> {
     #[inline(always)]
-    fn prefetch<S: Simd>(self, s: S, j: usize) {
+    pub(super) fn at(&self, j: usize) -> *const u8 {
+        self.base.wrapping_add(self.offsets[j])
+    }
+}
+
+/// The runs of a tile for several heads, in about the order in which they lie in memory. Asking for them one after another while
+/// other work goes on hides the memory's latency, and the CPU's own prefetcher recognises the order and runs ahead.
+pub(super) struct Ahead<'a> {
+    runs: Runs<'a>,
+    heads: usize,
+    head_stride: usize,
+    /// Bytes of each run.
+    bytes: usize,
+    /// Whether a token's heads lie closer together than a head's tokens.
+    tokens_outside: bool,
+    token: usize,
+    head: usize,
+}
+
+impl<'a> Ahead<'a> {
+    /// The runs of `heads` heads, the first of them at `runs.base`. `token_stride`: bytes from a token to the next in a block.
+    pub(super) fn new(runs: Runs<'a>, heads: usize, head_stride: usize, token_stride: usize, bytes: usize) -> Self {
+        let tokens_outside = head_stride < token_stride;
+        Self { runs, heads, head_stride, bytes, tokens_outside, token: 0, head: 0 }
+    }
+
+    /// Asks for the next run, if one is left.
+    #[inline(always)]
+    pub(super) fn step<S: Simd>(&mut self, s: S) {
+        if self.head >= self.heads || self.token >= TILE {
+            return;
+        }
+        let run = self.runs.at(self.token).wrapping_add(self.head * self.head_stride);
         for offset in (0..self.bytes).step_by(64) {
-            s.prefetch(self.runs[j].wrapping_add(offset));
+            s.prefetch(run.wrapping_add(offset));
+        }
+        if self.tokens_outside {
+            self.head += 1;
+            if self.head == self.heads {
+                (self.head, self.token) = (0, self.token + 1);
+            }
+        } else {
+            self.token += 1;
+            if self.token == TILE {
+                (self.token, self.head) = (0, self.head + 1);
+            }
         }
     }
 }
 
-/// Rows that see the same positions `from..to` of a tile, and where their data begins.
-pub(super) struct Band<'a> {
+/// One to four rows that see the same positions `from..to` of a tile.
+pub(super) struct Band<'a, 'r> {
+    pub(super) rows: usize,
     pub(super) from: usize,
     pub(super) to: usize,
-    /// f32 `[R, vectors * 16]`, already scaled.
-    pub(super) queries: *const f32,
-    /// f32 `[R, TILE]`.
+    /// f32 `[rows, TILE]`.
     pub(super) scores: *mut f32,
-    /// What is needed after this band; positions as in the band.
-    pub(super) ahead: Ahead<'a>,
+    /// What is asked for on the way: one run for each position, if the band is its unit's first.
+    pub(super) ahead: Option<&'a mut Ahead<'r>>,
 }
 
-/// `scores[r][j] = queries[r] . keys[j]` for `j` in the band's range.
+/// Scores of a band: `scores[r][j] = queries[r] . keys[j]`.
+pub(super) struct Score<'a, 'r, E> {
+    band: Band<'a, 'r>,
+    keys: Runs<'a>,
+    queries: *const f32,
+    vectors: usize,
+    element: PhantomData<E>,
+}
+
+impl<'a, 'r, E: Element> Score<'a, 'r, E> {
+    /// `queries`: f32 `[rows, vectors * 16]`, already scaled.
+    ///
+    /// # Safety
+    /// The band's scores and `queries` have the stated shapes, and the keys in the band's range each have `vectors * 16` readable
+    /// elements `E`, until the work has run.
+    #[inline(always)]
+    pub(super) unsafe fn new(band: Band<'a, 'r>, keys: Runs<'a>, queries: *const f32, vectors: usize) -> Self {
+        Self { band, keys, queries, vectors, element: PhantomData }
+    }
+}
+
+impl<E: Element> Work for Score<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        match self.band.rows {
+            // SAFETY: promised to `new`.
+            1 => unsafe { dots::<S, E, 1>(s, &mut self.band, &self.keys, self.queries, self.vectors) },
+            // SAFETY: as above.
+            2 => unsafe { dots::<S, E, 2>(s, &mut self.band, &self.keys, self.queries, self.vectors) },
+            // SAFETY: as above.
+            3 => unsafe { dots::<S, E, 3>(s, &mut self.band, &self.keys, self.queries, self.vectors) },
+            // SAFETY: as above.
+            _ => unsafe { dots::<S, E, 4>(s, &mut self.band, &self.keys, self.queries, self.vectors) },
+        }
+    }
+}
+
+/// Weighted sums of a band: `sums[r] = sums[r] * decay[r] + scores[r][j] * values[j]`, `j` ascending.
+pub(super) struct Weigh<'a, 'r, E> {
+    band: Band<'a, 'r>,
+    values: Runs<'a>,
+    decay: &'a [f32],
+    sums: *mut f32,
+    vectors: usize,
+    element: PhantomData<E>,
+}
+
+impl<'a, 'r, E: Element> Weigh<'a, 'r, E> {
+    /// `decay`: one a row. `sums`: f32 `[rows, vectors * 16]`.
+    ///
+    /// # Safety
+    /// The band's scores and `sums` have the stated shapes, and the values in the band's range each have `vectors * 16` readable
+    /// elements `E`, until the work has run.
+    #[inline(always)]
+    pub(super) unsafe fn new(
+        band: Band<'a, 'r>,
+        values: Runs<'a>,
+        decay: &'a [f32],
+        sums: *mut f32,
+        vectors: usize,
+    ) -> Self {
+        Self { band, values, decay, sums, vectors, element: PhantomData }
+    }
+}
+
+impl<E: Element> Work for Weigh<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        match self.band.rows {
+            // SAFETY: promised to `new`.
+            1 => unsafe { weigh::<S, E, 1>(s, &mut self) },
+            // SAFETY: as above.
+            2 => unsafe { weigh::<S, E, 2>(s, &mut self) },
+            // SAFETY: as above.
+            3 => unsafe { weigh::<S, E, 3>(s, &mut self) },
+            // SAFETY: as above.
+            _ => unsafe { weigh::<S, E, 4>(s, &mut self) },
+        }
+    }
+}
+
+/// The keys at a time that keep as many sums in flight as the backend has registers for.
 ///
 /// # Safety
-/// The band's pointers have the stated shapes, and `keys[from..to]` each have `vectors * 16` readable elements `E`.
+/// As [`Score::new`].
 #[inline(always)]
-pub(super) unsafe fn dots<S: Simd, E: Element, const R: usize>(s: S, band: &Band<'_>, keys: &Runs, vectors: usize) {
+unsafe fn dots<S: Simd, E: Element, const R: usize>(
+    s: S,
+    band: &mut Band<'_, '_>,
+    keys: &Runs<'_>,
+    queries: *const f32,
+    vectors: usize,
+) {
     match (S::WIDE, R) {
         // SAFETY: the caller's promise is passed on.
-        (true, 1) => unsafe { dots_by::<S, E, R, 16>(s, band, keys, vectors) },
+        (true, 1) => unsafe { dots_by::<S, E, R, 16>(s, band, keys, queries, vectors) },
         // SAFETY: as above.
-        (true, 2) => unsafe { dots_by::<S, E, R, 8>(s, band, keys, vectors) },
+        (true, 2) => unsafe { dots_by::<S, E, R, 8>(s, band, keys, queries, vectors) },
         // SAFETY: as above.
-        (true, _) | (false, 1) => unsafe { dots_by::<S, E, R, 4>(s, band, keys, vectors) },
+        (true, _) | (false, 1) => unsafe { dots_by::<S, E, R, 4>(s, band, keys, queries, vectors) },
         // SAFETY: as above.
-        (false, 2) => unsafe { dots_by::<S, E, R, 2>(s, band, keys, vectors) },
+        (false, 2) => unsafe { dots_by::<S, E, R, 2>(s, band, keys, queries, vectors) },
         // SAFETY: as above.
-        (false, _) => unsafe { dots_by::<S, E, R, 1>(s, band, keys, vectors) },
+        (false, _) => unsafe { dots_by::<S, E, R, 1>(s, band, keys, queries, vectors) },
     }
 }
 
 /// `J` keys at a time. The last step repeats its last key where fewer are left.
 ///
 /// # Safety
-/// As [`dots`].
+/// As [`Score::new`].
 #[inline(always)]
 unsafe fn dots_by<S: Simd, E: Element, const R: usize, const J: usize>(
     s: S,
-    band: &Band<'_>,
-    keys: &Runs,
+    band: &mut Band<'_, '_>,
+    keys: &Runs<'_>,
+    queries: *const f32,
     vectors: usize,
 ) {
     let stride = vectors * LANES;
     let mut from = band.from;
     while from < band.to {
-        let key: [*const u8; J] = std::array::from_fn(|j| keys[(from + j).min(band.to - 1)]);
+        let mut key = [std::ptr::null(); J];
+        for j in 0..J {
+            key[j] = keys.at((from + j).min(band.to - 1));
+        }
         let mut sums = [[s.splat(0.0); J]; R];
         for vector in 0..vectors {
             let mut k = [s.splat(0.0); J];
@@ -87,14 +224,16 @@ unsafe fn dots_by<S: Simd, E: Element, const R: usize, const J: usize>(
             }
             for r in 0..R {
                 // SAFETY: row `r` of the queries has `stride` elements.
-                let q = unsafe { s.load(band.queries.wrapping_add(r * stride + vector * LANES)) };
+                let q = unsafe { s.load(queries.wrapping_add(r * stride + vector * LANES)) };
                 for j in 0..J {
                     sums[r][j] = s.fma(q, k[j], sums[r][j]);
                 }
             }
         }
-        for j in from..band.to.min(from + J) {
-            band.ahead.prefetch(s, j);
+        if let Some(ahead) = &mut band.ahead {
+            for _ in from..band.to.min(from + J) {
+                ahead.step(s);
+            }
         }
         let dots = add_lanes::<S, R, J>(s, &sums);
         for r in 0..R {
@@ -138,73 +277,92 @@ fn add_lanes<S: Simd, const R: usize, const J: usize>(s: S, sums: &[[S::V; J]; R
     dots
 }
 
-/// `sums[r] = sums[r] * decay[r] + scores[r][j] * values[j]`, for `j` in the band's range in ascending order.
-///
-/// `sums`: f32 `[R, vectors * 16]`.
+/// As many vectors of the head dimension at a time as there are registers for.
 ///
 /// # Safety
-/// The pointers have the stated shapes, and `values[from..to]` each have `vectors * 16` readable elements `E`.
+/// As [`Weigh::new`].
 #[inline(always)]
-pub(super) unsafe fn weigh<S: Simd, E: Element, const R: usize>(
-    s: S,
-    band: &Band<'_>,
-    values: &Runs,
-    decay: &[f32; R],
-    sums: *mut f32,
-    vectors: usize,
-) {
-    let mut at = 0;
-    while at < vectors {
-        let left = vectors - at;
-        let step = match (S::WIDE, R) {
-            // SAFETY: `step` vectors are left, and the caller's promise is passed on.
-            (true, 1 | 2) if left >= 8 => unsafe { weigh_by::<S, E, R, 8>(s, band, values, decay, sums, vectors, at) },
+unsafe fn weigh<S: Simd, E: Element, const R: usize>(s: S, work: &mut Weigh<'_, '_, E>) {
+    let passes = passes(S::WIDE, R, work.vectors);
+    let (mut at, mut pass) = (0, 0);
+    while at < work.vectors {
+        let (step, turn) = (vectors_at_once(S::WIDE, R, work.vectors - at), (pass, passes));
+        match step {
+            // SAFETY: at least as many vectors are left, and the caller's promise is passed on.
+            8 => unsafe { weigh_by::<S, E, R, 8>(s, work, at, turn) },
             // SAFETY: as above.
-            (true, _) | (false, 1) if left >= 4 => unsafe {
-                weigh_by::<S, E, R, 4>(s, band, values, decay, sums, vectors, at)
-            },
+            4 => unsafe { weigh_by::<S, E, R, 4>(s, work, at, turn) },
             // SAFETY: as above.
-            (true, _) | (false, 1 | 2) if left >= 2 => unsafe {
-                weigh_by::<S, E, R, 2>(s, band, values, decay, sums, vectors, at)
-            },
+            2 => unsafe { weigh_by::<S, E, R, 2>(s, work, at, turn) },
             // SAFETY: as above.
-            _ => unsafe { weigh_by::<S, E, R, 1>(s, band, values, decay, sums, vectors, at) },
-        };
+            _ => unsafe { weigh_by::<S, E, R, 1>(s, work, at, turn) },
+        }
         at += step;
+        pass += 1;
     }
 }
 
-/// `C` vectors of the head dimension, beginning at vector `at`; returns `C`.
+/// 16 sums in flight on a wide backend, 4 on others; a power of two that is no more than `left`.
+#[inline(always)]
+const fn vectors_at_once(wide: bool, rows: usize, left: usize) -> usize {
+    let most = match (wide, rows) {
+        (true, 1 | 2) => 8,
+        (true, _) | (false, 1) => 4,
+        (false, 2) => 2,
+        (false, _) => 1,
+    };
+    let mut step = most;
+    while step > left {
+        step /= 2;
+    }
+    step
+}
+
+const fn passes(wide: bool, rows: usize, vectors: usize) -> usize {
+    let (mut at, mut passes) = (0, 0);
+    while at < vectors {
+        at += vectors_at_once(wide, rows, vectors - at);
+        passes += 1;
+    }
+    passes
+}
+
+/// `C` vectors of the head dimension, beginning at vector `at`, as pass `turn.0` of `turn.1` over the positions.
 ///
 /// # Safety
-/// As [`weigh`], and `at + C <= vectors`.
+/// As [`Weigh::new`], and `at + C <= vectors`.
 #[inline(always)]
 unsafe fn weigh_by<S: Simd, E: Element, const R: usize, const C: usize>(
     s: S,
-    band: &Band<'_>,
-    values: &Runs,
-    decay: &[f32; R],
-    sums: *mut f32,
-    vectors: usize,
+    work: &mut Weigh<'_, '_, E>,
     at: usize,
-) -> usize {
-    let place = |r: usize, c: usize| sums.wrapping_add((r * vectors + at + c) * LANES);
+    turn: (usize, usize),
+) {
+    let (values, decay, sums, vectors) = (work.values, work.decay, work.sums, work.vectors);
+    let band = &mut work.band;
     let mut sum = [[s.splat(0.0); C]; R];
     for r in 0..R {
         for c in 0..C {
             // SAFETY: `r < R` and `at + c < vectors`, inside `sums`.
-            let before = unsafe { s.load(place(r, c)) };
+            let before = unsafe { s.load(sums.wrapping_add((r * vectors + at + c) * LANES)) };
             sum[r][c] = s.mul(before, s.splat(decay[r]));
         }
     }
+    let (mut wait, passes) = turn;
     for j in band.from..band.to {
-        if at == 0 {
-            band.ahead.prefetch(s, j);
+        // Evenly over all passes: a burst would fill the CPU's queue of misses and stall the loads of this tile.
+        if wait == 0 {
+            wait = passes;
+            if let Some(ahead) = &mut band.ahead {
+                ahead.step(s);
+            }
         }
+        wait -= 1;
+        let run = values.at(j);
         let mut v = [s.splat(0.0); C];
         for c in 0..C {
             // SAFETY: `j` is in range and `at + c < vectors`, inside the run.
-            v[c] = unsafe { E::load(s, values[j].wrapping_add((at + c) * LANES * E::BYTES)) };
+            v[c] = unsafe { E::load(s, run.wrapping_add((at + c) * LANES * E::BYTES)) };
         }
         for r in 0..R {
             // SAFETY: `j < TILE`.
@@ -217,8 +375,7 @@ unsafe fn weigh_by<S: Simd, E: Element, const R: usize, const C: usize>(
     for r in 0..R {
         for c in 0..C {
             // SAFETY: as for the load above.
-            unsafe { s.store(place(r, c), sum[r][c]) };
+            unsafe { s.store(sums.wrapping_add((r * vectors + at + c) * LANES), sum[r][c]) };
         }
     }
-    C
 }

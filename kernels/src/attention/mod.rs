@@ -3,7 +3,9 @@
 mod kernel;
 mod rows;
 mod simd;
+mod softmax;
 mod threads;
+mod widen;
 mod work;
 
 #[cfg(test)]
@@ -80,6 +82,9 @@ impl AttentionOptions<'_> {
     }
 }
 
+/// Most query heads; keeps products of sizes far from overflow.
+const MAX_Q_HEADS: usize = 1 << 16;
+
 /// Largest head dimension, of keys and of values.
 pub(crate) const MAX_HEAD_DIM: usize = 1024;
 
@@ -94,6 +99,7 @@ pub(crate) const MAX_HEAD_DIM: usize = 1024;
 /// # Errors
 /// [`KernelError`] if the layer or a block does not exist, shapes do not match, an option has no meaning, or a page is being
 /// written ([`KernelError::PageBusy`]). Nothing is written then.
+#[expect(unsafe_code, reason = "the guards are what the kernels ask for")]
 pub fn paged_attention(
     cache: &HostKvCache,
     layer: u16,
@@ -107,7 +113,8 @@ pub fn paged_attention(
     let blocks =
         batch.sequences.iter().flat_map(|sequence| &sequence.blocks[seen_blocks(sequence, options, tokens_per_block)]);
     let _pages = cache.guard_layer(GuardMode::Read, layer, blocks.copied())?;
-    work::attend(cache.view(), layer, batch, options, threads, out);
+    // SAFETY: `check` passed, and the pages are held for reading until the end of this function.
+    unsafe { work::attend(cache.view(), layer, batch, options, threads, out) };
     Ok(())
 }
 
@@ -128,7 +135,8 @@ pub unsafe fn paged_attention_unguarded(
     out: &mut [f32],
 ) -> Result<(), KernelError> {
     check(view, layer, batch, options, out)?;
-    work::attend(view, layer, batch, options, threads, out);
+    // SAFETY: `check` passed, and the caller keeps writers off the pages.
+    unsafe { work::attend(view, layer, batch, options, threads, out) };
     Ok(())
 }
 
@@ -171,7 +179,7 @@ fn check(
         return Err(KernelError::Planes { planes, mend: "set values to KeyPrefix" });
     }
     let (q_heads, kv_heads) = (batch.q_heads, view.heads());
-    if q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
+    if q_heads == 0 || q_heads > MAX_Q_HEADS || !q_heads.is_multiple_of(kv_heads) {
         return Err(KernelError::Heads { q_heads, kv_heads });
     }
     check_options(view, q_heads, options)?;

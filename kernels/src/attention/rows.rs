@@ -1,4 +1,4 @@
-//! One item of work: some query rows of one sequence that share a KV head, over a range of positions.
+//! One item of work: some query tokens of one sequence, for some KV heads, over a range of positions.
 //!
 //! Why the bits never vary. Each row (one query token, one query head) is computed by a sequence of operations that depends on
 //! its own absolute position alone:
@@ -18,8 +18,10 @@ use std::ops::Range;
 
 use kvferry_protocol::BlockId;
 
-use super::kernel::{Ahead, Band, Runs, TILE, dots, weigh};
-use super::simd::{Bf16, Element, F16, F32, LANES, Simd, Work, exp, exp_one};
+use super::kernel::{Ahead, Band, Offsets, Runs, Score, TILE, Weigh};
+use super::simd::{Bf16, F16, F32, LANES, Simd, Work};
+use super::softmax::{State, exp_each, refill, soft_cap};
+use super::widen::Widen;
 use crate::dtype::KvDtype;
 use crate::memory::PlanePages;
 
@@ -28,20 +30,6 @@ pub(super) const SEGMENT: usize = 1024;
 
 /// From this many rows on, 16-bit tiles are widened to f32 once instead of once for every four rows.
 const WIDEN_FROM_ROWS: usize = 16; // benches/attention.rs
-
-/// Replaces each vector of a slice, whose length is a multiple of [`LANES`]. A macro, because a closure is compiled without the
-/// backend's instructions.
-macro_rules! for_each_vector {
-    ($s:expr, $slice:expr, |$v:ident| $new:expr) => {
-        for lanes in $slice.chunks_exact_mut(LANES) {
-            // SAFETY: a chunk is 16 f32.
-            let $v = unsafe { $s.load(lanes.as_ptr()) };
-            let new = $new;
-            // SAFETY: as above, and it is borrowed mutably.
-            unsafe { $s.store(lanes.as_mut_ptr(), new) };
-        }
-    };
-}
 
 /// What all items of one call share.
 pub(super) struct Job<'a> {
@@ -64,11 +52,11 @@ pub(super) struct Job<'a> {
     pub(super) soft_cap: Option<f32>,
 }
 
-/// Some rows: `tokens` of one sequence's queries x the group of one KV head, over some segments.
+/// Some rows: KV heads x `tokens` of one sequence's queries x the group of one KV head, over some segments.
 #[derive(Clone, Debug)]
 pub(super) struct Item<'a> {
     pub(super) blocks: &'a [BlockId],
-    pub(super) kv_head: usize,
+    pub(super) kv_heads: Range<usize>,
     /// Rows of the batch's query tensor.
     pub(super) tokens: Range<usize>,
     /// Absolute position of the first of them.
@@ -81,17 +69,29 @@ pub(super) struct Item<'a> {
 pub(super) enum Target {
     /// The output tensor, f32 `[tokens, q_heads, value_dim]`; the item covers all its rows' segments.
     Output(*mut f32),
-    /// One partial state, [`partial_len`] elements; the item covers one segment.
+    /// One partial state, [`Job::partial_len`] elements; the item covers one segment.
     Partial(*mut f32),
 }
 
 impl Job<'_> {
-    fn value_vectors(&self) -> usize {
-        self.value_dim.div_ceil(LANES)
+    /// Elements of a row of weighted sums: a value, padded to whole vectors.
+    fn width(&self) -> usize {
+        self.value_dim.next_multiple_of(LANES)
     }
 
-    fn key_vectors(&self) -> usize {
-        self.keys.dim.div_ceil(LANES)
+    /// Elements of a row of queries, padded to whole vectors.
+    fn key_width(&self) -> usize {
+        self.keys.dim.next_multiple_of(LANES)
+    }
+
+    /// Rows of an item that share one KV head.
+    fn rows_per_head(&self, item: &Item<'_>) -> usize {
+        item.tokens.len() * self.group
+    }
+
+    /// Rows of an item.
+    fn rows(&self, item: &Item<'_>) -> usize {
+        item.kv_heads.len() * self.rows_per_head(item)
     }
 
     /// Positions that the query at `position` sees.
@@ -99,49 +99,39 @@ impl Job<'_> {
         (position + 1).saturating_sub(self.window)..position + 1
     }
 
-    /// Elements of the partial state of an item of `rows` rows: maximum, denominator, weighted sum a row.
-    pub(super) fn partial_len(&self, rows: usize) -> usize {
-        rows * (2 + self.value_vectors() * LANES)
-    }
-}
-
-/// Running softmax of some rows.
-#[derive(Default)]
-struct State {
-    largest: Vec<f32>,
-    denominator: Vec<f32>,
-    /// `[rows, value_vectors * 16]`.
-    sums: Vec<f32>,
-}
-
-impl State {
-    fn reset(&mut self, rows: usize, width: usize) {
-        refill(&mut self.largest, rows, f32::NEG_INFINITY);
-        refill(&mut self.denominator, rows, 0.0);
-        refill(&mut self.sums, rows * width, 0.0);
+    /// Elements of an item's partial state: maximum, denominator and weighted sums of each row.
+    pub(super) fn partial_len(&self, item: &Item<'_>) -> usize {
+        self.rows(item) * (2 + self.width())
     }
 }
 
 /// Memory that a thread keeps between items.
 #[derive(Default)]
 pub(super) struct Scratch {
+    /// `[rows, key_width]`.
     queries: Vec<f32>,
+    /// `[rows_per_head, TILE]`.
     scores: Vec<f32>,
+    /// `[rows_per_head]`.
+    decay: Vec<f32>,
     segment: State,
     total: State,
     keys: Vec<f32>,
     values: Vec<f32>,
-    bands: Vec<(usize, usize, Range<usize>)>,
+    bands: Vec<RowBand>,
+}
+
+/// Up to four consecutive rows of a head that see the same positions of a tile.
+#[derive(Clone)]
+struct RowBand {
+    row: usize,
+    rows: usize,
+    range: Range<usize>,
 }
 
 thread_local! {
     /// This thread's, for [`Compute`] and [`Merge`].
     pub(super) static SCRATCH: RefCell<Scratch> = RefCell::default();
-}
-
-fn refill(vec: &mut Vec<f32>, len: usize, with: f32) {
-    vec.clear();
-    vec.resize(len, with);
 }
 
 /// An item to compute.
@@ -152,45 +142,40 @@ pub(super) struct Compute<'a> {
     pub(super) scratch: &'a RefCell<Scratch>,
 }
 
+/// One head's part of a tile.
+struct Unit<'a> {
+    /// The head's first row in the item.
+    first_row: usize,
+    /// Positions of the tile that any row sees.
+    range: &'a Range<usize>,
+    keys: Runs<'a>,
+    values: Runs<'a>,
+}
+
+/// What the next tile needs of memory.
+struct Next<'a> {
+    keys: Ahead<'a>,
+    values: Ahead<'a>,
+}
+
 impl Work for Compute<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        // The scratch is borrowed outside: no closure may stand between here and the kernels, because a closure is compiled
-        // without the backend's instructions.
-        let scratch = &mut *self.scratch.borrow_mut();
-        match self.job.dtype {
-            KvDtype::F32 => self.compute::<S, F32>(s, scratch),
-            KvDtype::F16 => self.compute::<S, F16>(s, scratch),
-            KvDtype::Bf16 => self.compute::<S, Bf16>(s, scratch),
-        }
-    }
-}
-
-impl Compute<'_> {
-    #[inline(always)]
-    fn compute<S: Simd, E: Element>(&self, s: S, scratch: &mut Scratch) {
         let (job, item) = (self.job, self.item);
-        let (rows, width) = (item.tokens.len() * job.group, job.value_vectors() * LANES);
+        let scratch = &mut *self.scratch.borrow_mut();
+        let (rows, width) = (job.rows(item), job.width());
         self.scale_queries(&mut scratch.queries);
-        refill(&mut scratch.scores, rows * TILE, 0.0);
+        refill(&mut scratch.scores, job.rows_per_head(item) * TILE, 0.0);
         scratch.total.reset(rows, width);
         self.start_at_sinks(&mut scratch.total);
-        let last_position = item.first_position + item.tokens.len() - 1;
-        let seen = job.visible(item.first_position).start..last_position + 1;
         for segment in item.segments.clone() {
             let positions = segment * SEGMENT..(segment + 1) * SEGMENT;
             scratch.segment.reset(rows, width);
-            let tiles = positions.start.max(seen.start) / TILE..positions.end.min(seen.end).div_ceil(TILE);
-            let mut keys = self.runs(&job.keys, tiles.start * TILE, &seen);
-            for tile in tiles {
-                let next_keys = self.runs(&job.keys, (tile + 1) * TILE, &seen);
-                self.tile::<S, E>(s, tile * TILE, &seen, (&keys, &next_keys), scratch);
-                keys = next_keys;
-            }
+            self.tiles(s, &positions, scratch);
             match self.target {
-                Target::Output(_) => self.merge(s, &positions, scratch, width),
+                Target::Output(_) => self.merge(s, &positions, scratch),
                 Target::Partial(to) => {
                     let State { largest, denominator, sums } = &scratch.segment;
                     copy_to(largest, to);
@@ -200,20 +185,24 @@ impl Compute<'_> {
             }
         }
         if let Target::Output(out) = self.target {
-            self.write(s, &mut scratch.total, width, out);
+            self.write(s, &mut scratch.total, out);
         }
     }
+}
 
+impl Compute<'_> {
     /// Copies this item's query rows, times the scale, padded with zeros to whole vectors.
     fn scale_queries(&self, to: &mut Vec<f32>) {
         let (job, item) = (self.job, self.item);
-        let (dim, padded) = (job.keys.dim, job.key_vectors() * LANES);
+        let (dim, width) = (job.keys.dim, job.key_width());
         to.clear();
-        for token in item.tokens.clone() {
-            let first = (token * job.q_heads + item.kv_head * job.group) * dim;
-            for query in job.queries[first..first + job.group * dim].chunks_exact(dim) {
-                to.extend(query.iter().map(|x| x * job.scale));
-                to.resize(to.len().next_multiple_of(padded), 0.0);
+        for kv_head in item.kv_heads.clone() {
+            for token in item.tokens.clone() {
+                let first = (token * job.q_heads + kv_head * job.group) * dim;
+                for query in job.queries[first..first + job.group * dim].chunks_exact(dim) {
+                    to.extend(query.iter().map(|x| x * job.scale));
+                    to.resize(to.len().next_multiple_of(width), 0.0);
+                }
             }
         }
     }
@@ -221,69 +210,80 @@ impl Compute<'_> {
     /// A sink is a score without a value: it begins the denominator.
     fn start_at_sinks(&self, total: &mut State) {
         let Some(sinks) = self.job.sinks else { return };
-        let group = self.job.group;
-        let own = &sinks[self.item.kv_head * group..(self.item.kv_head + 1) * group];
+        let per_head = self.job.rows_per_head(self.item);
         for (row, largest) in total.largest.iter_mut().enumerate() {
-            // A sink of -inf takes no part, and must not meet a maximum of -inf.
-            *largest = own[row % group];
-            total.denominator[row] = if own[row % group] == f32::NEG_INFINITY { 0.0 } else { 1.0 };
+            let kv_head = self.item.kv_heads.start + row / per_head;
+            *largest = sinks[kv_head * self.job.group + row % self.job.group];
+            // A sink of -inf takes no part.
+            total.denominator[row] = if *largest == f32::NEG_INFINITY { 0.0 } else { 1.0 };
         }
     }
 
-    /// Adds one tile to the running segment. `keys`: the runs of this tile and of the next.
+    /// All tiles of a segment, each for all heads: so memory is read in about the order in which it lies, whichever of heads and
+    /// tokens is the inner axis.
     #[inline(always)]
-    fn tile<S: Simd, E: Element>(
-        &self,
-        s: S,
-        start: usize,
-        seen: &Range<usize>,
-        (keys, next_keys): (&Runs, &Runs),
-        scratch: &mut Scratch,
-    ) {
-        let job = self.job;
-        let range = in_tile(seen, start);
-        self.find_bands(start, &mut scratch.bands);
-        let values = if job.values_in_keys { *keys } else { self.runs(&job.values, start, seen) };
-        let value_bytes = if job.values_in_keys { 0 } else { job.value_dim * E::BYTES };
-        let ahead_of_scores = Ahead { runs: &values, bytes: value_bytes };
-        let ahead_of_values = Ahead { runs: next_keys, bytes: job.keys.dim * E::BYTES };
-        let many = E::BYTES < 4 && self.item.tokens.len() * job.group >= WIDEN_FROM_ROWS;
-        if many || !job.keys.dim.is_multiple_of(LANES) {
-            let keys = widen::<S, E>(s, keys, &range, job.keys.dim, &mut scratch.keys);
-            self.score::<S, F32>(s, &keys, ahead_of_scores, scratch);
-        } else {
-            self.score::<S, E>(s, keys, ahead_of_scores, scratch);
-        }
-        if many || !job.value_dim.is_multiple_of(LANES) {
-            let values = widen::<S, E>(s, &values, &range, job.value_dim, &mut scratch.values);
-            self.weigh::<S, F32>(s, &values, ahead_of_values, scratch);
-        } else {
-            self.weigh::<S, E>(s, &values, ahead_of_values, scratch);
+    fn tiles<S: Simd>(&self, s: S, positions: &Range<usize>, scratch: &mut Scratch) {
+        let (job, item) = (self.job, self.item);
+        let seen = job.visible(item.first_position).start..item.first_position + item.tokens.len();
+        let tiles = positions.start.max(seen.start) / TILE..positions.end.min(seen.end).div_ceil(TILE);
+        let mut tables = [self.tables(tiles.start * TILE, &seen), ([0; TILE], [0; TILE])];
+        for tile in tiles {
+            let start = tile * TILE;
+            tables[1] = self.tables(start + TILE, &seen);
+            let [(keys, values), (next_keys, next_values)] = &tables;
+            let heads = item.kv_heads.len();
+            let mut next = Next {
+                keys: self.ahead(&job.keys, next_keys, heads),
+                // Where values are parts of keys, they come with them.
+                values: self.ahead(&job.values, next_values, if job.values_in_keys { 0 } else { heads }),
+            };
+            self.find_bands(start, &mut scratch.bands);
+            for head in item.kv_heads.clone() {
+                let unit = Unit {
+                    first_row: (head - item.kv_heads.start) * job.rows_per_head(item),
+                    range: &in_tile(&seen, start),
+                    keys: Runs { base: job.keys.head(head), offsets: keys },
+                    values: Runs { base: job.values.head(head), offsets: values },
+                };
+                self.unit(s, &unit, &mut next, scratch);
+            }
+            tables.swap(0, 1);
         }
     }
 
-    /// Where the runs of a tile's positions begin; null outside `seen`.
-    #[inline(always)]
-    fn runs(&self, pages: &PlanePages, start: usize, seen: &Range<usize>) -> Runs {
-        let mut runs = [std::ptr::null(); TILE];
+    /// The offsets of a tile's keys and values.
+    fn tables(&self, start: usize, seen: &Range<usize>) -> (Offsets, Offsets) {
+        let mut tables = ([0; TILE], [0; TILE]);
+        self.find_offsets(&self.job.keys, start, seen, &mut tables.0);
+        self.find_offsets(&self.job.values, start, seen, &mut tables.1);
+        tables
+    }
+
+    fn ahead<'o>(&self, pages: &PlanePages, offsets: &'o Offsets, heads: usize) -> Ahead<'o> {
+        let runs = Runs { base: pages.head(self.item.kv_heads.start), offsets };
+        let bytes = pages.dim * self.job.dtype.bytes();
+        Ahead::new(runs, heads, pages.head_stride(), pages.token_stride(), bytes)
+    }
+
+    /// Where the runs of a tile's positions begin; 0 for those outside `seen`.
+    fn find_offsets(&self, pages: &PlanePages, start: usize, seen: &Range<usize>, to: &mut Offsets) {
         let range = in_tile(seen, start);
+        to.fill(0);
         let mut at = range.start;
         while at < range.end {
             let (block, token) = ((start + at) / self.job.tokens_per_block, (start + at) % self.job.tokens_per_block);
             let count = (self.job.tokens_per_block - token).min(range.end - at);
-            let mut run = pages.run(self.item.blocks[block], self.item.kv_head, token).cast_const();
-            for entry in &mut runs[at..at + count] {
-                *entry = run;
-                run = run.wrapping_add(pages.token_stride());
+            let mut offset = pages.offset(self.item.blocks[block], token);
+            for entry in &mut to[at..at + count] {
+                *entry = offset;
+                offset += pages.token_stride();
             }
             at += count;
         }
-        runs
     }
 
-    /// Groups rows, four at most, that see the same positions of a tile.
-    #[inline(always)]
-    fn find_bands(&self, start: usize, bands: &mut Vec<(usize, usize, Range<usize>)>) {
+    /// Groups a head's rows, four at most, that see the same positions of a tile.
+    fn find_bands(&self, start: usize, bands: &mut Vec<RowBand>) {
         let (job, item) = (self.job, self.item);
         bands.clear();
         for token in 0..item.tokens.len() {
@@ -294,139 +294,175 @@ impl Compute<'_> {
             }
             let range = from - start..to - start;
             let (mut row, end) = (token * job.group, (token + 1) * job.group);
-            if let Some((first, count, last)) = bands.last_mut()
-                && *last == range
-                && *first + *count == row
+            if let Some(last) = bands.last_mut()
+                && last.range == range
+                && last.row + last.rows == row
             {
-                let more = (end - row).min(4 - *count);
-                *count += more;
+                let more = (end - row).min(4 - last.rows);
+                last.rows += more;
                 row += more;
             }
             while row < end {
-                let count = (end - row).min(4);
-                bands.push((row, count, range.clone()));
-                row += count;
+                let rows = (end - row).min(4);
+                bands.push(RowBand { row, rows, range: range.clone() });
+                row += rows;
             }
         }
     }
 
+    /// Lets one head's part of a tile join its rows.
     #[inline(always)]
-    fn score<S: Simd, E: Element>(&self, s: S, keys: &Runs, mut ahead: Ahead<'_>, scratch: &mut Scratch) {
-        let vectors = self.job.key_vectors();
-        for (row, count, range) in &scratch.bands {
-            let band = Band {
-                from: range.start,
-                to: range.end,
-                queries: scratch.queries[row * vectors * LANES..].as_ptr(),
-                scores: scratch.scores[row * TILE..].as_mut_ptr(),
-                ahead,
-            };
-            // The first band asks for all.
-            ahead.bytes = 0;
-            match count {
-                // SAFETY: rows `row..row + count` exist in the scratch, whose rows have these widths. The keys in range are
-                // whole runs of checked blocks, or widened copies, which nobody writes during the call: the caller holds their
-                // pages for reading.
-                1 => unsafe { dots::<S, E, 1>(s, &band, keys, vectors) },
+    fn unit<S: Simd>(&self, s: S, unit: &Unit<'_>, next: &mut Next<'_>, scratch: &mut Scratch) {
+        let job = self.job;
+        let many = job.dtype != KvDtype::F32 && job.rows_per_head(self.item) >= WIDEN_FROM_ROWS;
+        if many || !job.keys.dim.is_multiple_of(LANES) {
+            let mut offsets = [0; TILE];
+            let keys = self.widen(s, unit.keys, unit.range, job.keys.dim, &mut scratch.keys, &mut offsets);
+            self.score(s, unit, keys, KvDtype::F32, &mut next.keys, scratch);
+        } else {
+            self.score(s, unit, unit.keys, job.dtype, &mut next.keys, scratch);
+        }
+        self.join(s, unit, scratch);
+        if many || !job.value_dim.is_multiple_of(LANES) {
+            let mut offsets = [0; TILE];
+            let values = self.widen(s, unit.values, unit.range, job.value_dim, &mut scratch.values, &mut offsets);
+            self.weigh(s, unit, values, KvDtype::F32, &mut next.values, scratch);
+        } else {
+            self.weigh(s, unit, unit.values, job.dtype, &mut next.values, scratch);
+        }
+    }
+
+    /// Widens the runs of `range` into `to`, padded with zeros to whole vectors.
+    #[inline(always)]
+    fn widen<'o, S: Simd>(
+        &self,
+        s: S,
+        runs: Runs<'_>,
+        range: &Range<usize>,
+        dim: usize,
+        to: &mut Vec<f32>,
+        offsets: &'o mut Offsets,
+    ) -> Runs<'o> {
+        let padded = dim.next_multiple_of(LANES);
+        to.resize(TILE * padded, 0.0);
+        for (j, offset) in offsets.iter_mut().enumerate() {
+            *offset = j * padded * size_of::<f32>();
+        }
+        let base = to.as_ptr().cast();
+        match self.job.dtype {
+            // SAFETY: the runs in range are whole runs of checked blocks, whose pages the caller holds for reading.
+            KvDtype::F32 => s.vectorize(unsafe { Widen::<F32>::new(runs, range, dim, to) }),
+            // SAFETY: as above.
+            KvDtype::F16 => s.vectorize(unsafe { Widen::<F16>::new(runs, range, dim, to) }),
+            // SAFETY: as above.
+            KvDtype::Bf16 => s.vectorize(unsafe { Widen::<Bf16>::new(runs, range, dim, to) }),
+        }
+        Runs { base, offsets }
+    }
+
+    #[inline(always)]
+    fn score<S: Simd>(
+        &self,
+        s: S,
+        unit: &Unit<'_>,
+        keys: Runs<'_>,
+        dtype: KvDtype,
+        ahead: &mut Ahead<'_>,
+        scratch: &mut Scratch,
+    ) {
+        let width = self.job.key_width();
+        let mut ahead = Some(ahead);
+        for RowBand { row, rows, range } in &scratch.bands {
+            let scores = scratch.scores[row * TILE..(row + rows) * TILE].as_mut_ptr();
+            let row = unit.first_row + row;
+            let queries = scratch.queries[row * width..(row + rows) * width].as_ptr();
+            let band = Band { rows: *rows, from: range.start, to: range.end, scores, ahead: ahead.take() };
+            let vectors = width / LANES;
+            match dtype {
+                // SAFETY: scores and queries were cut to these rows. The keys in range are whole runs of checked blocks, whose
+                // pages the caller holds for reading, or widened copies.
+                KvDtype::F32 => s.vectorize(unsafe { Score::<F32>::new(band, keys, queries, vectors) }),
                 // SAFETY: as above.
-                2 => unsafe { dots::<S, E, 2>(s, &band, keys, vectors) },
+                KvDtype::F16 => s.vectorize(unsafe { Score::<F16>::new(band, keys, queries, vectors) }),
                 // SAFETY: as above.
-                3 => unsafe { dots::<S, E, 3>(s, &band, keys, vectors) },
-                // SAFETY: as above.
-                _ => unsafe { dots::<S, E, 4>(s, &band, keys, vectors) },
+                KvDtype::Bf16 => s.vectorize(unsafe { Score::<Bf16>::new(band, keys, queries, vectors) }),
             }
         }
     }
 
-    /// Turns a tile's scores into probabilities and adds the values they weigh.
+    /// Turns a unit's scores into probabilities.
     #[inline(always)]
-    fn weigh<S: Simd, E: Element>(&self, s: S, values: &Runs, mut ahead: Ahead<'_>, scratch: &mut Scratch) {
-        let vectors = self.job.value_vectors();
-        for (row, count, range) in &scratch.bands {
-            let row = *row;
-            let mut decay = [0.0; 4];
-            for (r, decay) in decay[..*count].iter_mut().enumerate() {
+    fn join<S: Simd>(&self, s: S, unit: &Unit<'_>, scratch: &mut Scratch) {
+        refill(&mut scratch.decay, self.job.rows_per_head(self.item), 1.0);
+        for RowBand { row, rows, range } in &scratch.bands {
+            let mut decay = [0.0; LANES];
+            for (r, decay) in decay[..*rows].iter_mut().enumerate() {
                 let scores = &mut scratch.scores[(row + r) * TILE..(row + r + 1) * TILE];
+                if let Some(cap) = self.job.soft_cap {
+                    soft_cap(s, scores, cap);
+                }
                 let scores = scores.try_into().expect("a row of scores is one tile");
-                let (largest, sum) = self.probabilities(s, scores, range, scratch.segment.largest[row + r]);
-                let before = std::mem::replace(&mut scratch.segment.largest[row + r], largest);
-                // e^0 is exactly 1, so the shortcut changes no bit.
-                *decay = if before == largest { 1.0 } else { exp_one(s, before - largest) };
-                let denominator = &mut scratch.segment.denominator[row + r];
-                *denominator = *denominator * *decay + sum;
+                *decay = scratch.segment.join(s, unit.first_row + row + r, scores, range);
             }
-            let band = Band {
-                from: range.start,
-                to: range.end,
-                queries: std::ptr::null(),
-                scores: scratch.scores[row * TILE..].as_mut_ptr(),
-                ahead,
-            };
-            // The first band asks for all.
-            ahead.bytes = 0;
-            let sums = scratch.segment.sums[row * vectors * LANES..].as_mut_ptr();
-            let [a, b, c, d] = decay;
-            match count {
-                // SAFETY: as in `score`, for values.
-                1 => unsafe { weigh::<S, E, 1>(s, &band, values, &[a], sums, vectors) },
-                // SAFETY: as above.
-                2 => unsafe { weigh::<S, E, 2>(s, &band, values, &[a, b], sums, vectors) },
-                // SAFETY: as above.
-                3 => unsafe { weigh::<S, E, 3>(s, &band, values, &[a, b, c], sums, vectors) },
-                // SAFETY: as above.
-                _ => unsafe { weigh::<S, E, 4>(s, &band, values, &[a, b, c, d], sums, vectors) },
-            }
+            exp_each(s, &mut decay);
+            scratch.decay[*row..row + rows].copy_from_slice(&decay[..*rows]);
         }
     }
 
-    /// Replaces one row's scores by `e^(score - largest)`, 0 outside `range`; returns the new largest score and their sum.
     #[inline(always)]
-    fn probabilities<S: Simd>(&self, s: S, scores: &mut [f32; TILE], range: &Range<usize>, before: f32) -> (f32, f32) {
-        if let Some(cap) = self.job.soft_cap {
-            for_each_vector!(s, scores, |score| soft_cap(s, score, cap));
+    fn weigh<S: Simd>(
+        &self,
+        s: S,
+        unit: &Unit<'_>,
+        values: Runs<'_>,
+        dtype: KvDtype,
+        ahead: &mut Ahead<'_>,
+        scratch: &mut Scratch,
+    ) {
+        let width = self.job.width();
+        let mut ahead = Some(ahead);
+        for RowBand { row, rows, range } in &scratch.bands {
+            let scores = scratch.scores[row * TILE..(row + rows) * TILE].as_mut_ptr();
+            let decay = &scratch.decay[*row..row + rows];
+            let row = unit.first_row + row;
+            let sums = scratch.segment.sums[row * width..(row + rows) * width].as_mut_ptr();
+            let band = Band { rows: *rows, from: range.start, to: range.end, scores, ahead: ahead.take() };
+            let vectors = width / LANES;
+            match dtype {
+                // SAFETY: as in `score`, for values and sums.
+                KvDtype::F32 => s.vectorize(unsafe { Weigh::<F32>::new(band, values, decay, sums, vectors) }),
+                // SAFETY: as above.
+                KvDtype::F16 => s.vectorize(unsafe { Weigh::<F16>::new(band, values, decay, sums, vectors) }),
+                // SAFETY: as above.
+                KvDtype::Bf16 => s.vectorize(unsafe { Weigh::<Bf16>::new(band, values, decay, sums, vectors) }),
+            }
         }
-        scores[..range.start].fill(f32::NEG_INFINITY);
-        scores[range.end..].fill(f32::NEG_INFINITY);
-        let mut largest = s.splat(f32::NEG_INFINITY);
-        for_each_vector!(s, scores, |score| {
-            largest = s.max(score, largest);
-            score
-        });
-        let found = s.largest(largest);
-        let largest = if found > before { found } else { before };
-        let shift = s.splat(largest);
-        let mut sum = s.splat(0.0);
-        for_each_vector!(s, scores, |score| {
-            let probability = exp(s, s.sub(score, shift));
-            sum = s.add(sum, probability);
-            probability
-        });
-        (largest, s.sum(sum))
     }
 
     /// Adds the finished segment to the rows that saw any of its positions.
     #[inline(always)]
-    fn merge<S: Simd>(&self, s: S, positions: &Range<usize>, scratch: &mut Scratch, width: usize) {
-        let (total, part) = (&mut scratch.total, &scratch.segment);
-        for row in 0..total.largest.len() {
-            let visible = self.job.visible(self.item.first_position + row / self.job.group);
+    fn merge<S: Simd>(&self, s: S, positions: &Range<usize>, scratch: &mut Scratch) {
+        let (job, item) = (self.job, self.item);
+        for row in 0..job.rows(item) {
+            let token = row % job.rows_per_head(item) / job.group;
+            let visible = job.visible(item.first_position + token);
             if visible.start < positions.end && positions.start < visible.end {
-                let sums = row * width..(row + 1) * width;
-                merge_row(s, total, row, (part.largest[row], part.denominator[row], &part.sums[sums]));
+                scratch.total.merge_row(s, &scratch.segment, row, job.width());
             }
         }
     }
 
     /// Writes `sums / denominator` of each row to the output tensor.
     #[inline(always)]
-    fn write<S: Simd>(&self, s: S, total: &mut State, width: usize, out: *mut f32) {
+    fn write<S: Simd>(&self, s: S, total: &mut State, out: *mut f32) {
         let (job, item) = (self.job, self.item);
-        for (row, sums) in total.sums.chunks_exact_mut(width).enumerate() {
-            let denominator = s.splat(total.denominator[row]);
-            for_each_vector!(s, sums, |sum| s.div(sum, denominator));
-            let token = item.tokens.start + row / job.group;
-            let head = item.kv_head * job.group + row % job.group;
-            copy_to(&sums[..job.value_dim], out.wrapping_add((token * job.q_heads + head) * job.value_dim));
+        let (per_head, width) = (job.rows_per_head(item), job.width());
+        for row in 0..job.rows(item) {
+            total.divide_row(s, row, width);
+            let token = item.tokens.start + row % per_head / job.group;
+            let head = (item.kv_heads.start + row / per_head) * job.group + row % job.group;
+            let value = &total.sums[row * width..][..job.value_dim];
+            copy_to(value, out.wrapping_add((token * job.q_heads + head) * job.value_dim));
         }
     }
 }
@@ -446,83 +482,18 @@ impl Work for Merge<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let width = self.job.value_vectors() * LANES;
-        let rows = self.item.tokens.len() * self.job.group;
-        let whole = Compute { job: self.job, item: self.item, target: Target::Output(self.out), scratch: self.scratch };
-        let scratch = &mut *self.scratch.borrow_mut();
-        scratch.total.reset(rows, width);
+        let Self { job, item, scratch, .. } = self;
+        let whole = Compute { job, item, target: Target::Output(self.out), scratch };
+        let scratch = &mut *scratch.borrow_mut();
+        let rows = job.rows(item);
+        scratch.total.reset(rows, job.width());
         whole.start_at_sinks(&mut scratch.total);
-        let partials = self.partials.chunks_exact(self.job.partial_len(rows));
-        for (segment, partial) in self.item.segments.clone().zip(partials) {
-            scratch.segment.largest.clear();
-            scratch.segment.largest.extend_from_slice(&partial[..rows]);
-            scratch.segment.denominator.clear();
-            scratch.segment.denominator.extend_from_slice(&partial[rows..2 * rows]);
-            scratch.segment.sums.clear();
-            scratch.segment.sums.extend_from_slice(&partial[2 * rows..]);
-            whole.merge(s, &(segment * SEGMENT..(segment + 1) * SEGMENT), scratch, width);
+        for (segment, partial) in item.segments.clone().zip(self.partials.chunks_exact(job.partial_len(item))) {
+            scratch.segment.read(partial, rows);
+            whole.merge(s, &(segment * SEGMENT..(segment + 1) * SEGMENT), scratch);
         }
-        whole.write(s, &mut scratch.total, width, self.out);
+        whole.write(s, &mut scratch.total, self.out);
     }
-}
-
-#[inline(always)]
-fn merge_row<S: Simd>(s: S, total: &mut State, row: usize, part: (f32, f32, &[f32])) {
-    let (part_largest, part_denominator, part_sums) = part;
-    let before = total.largest[row];
-    let largest = if part_largest > before { part_largest } else { before };
-    let (a, b) = (exp_one(s, before - largest), exp_one(s, part_largest - largest));
-    total.largest[row] = largest;
-    total.denominator[row] = total.denominator[row] * a + part_denominator * b;
-    let (a, b) = (s.splat(a), s.splat(b));
-    let sums = &mut total.sums[row * part_sums.len()..(row + 1) * part_sums.len()];
-    let mut parts = part_sums.chunks_exact(LANES);
-    for_each_vector!(s, sums, |sum| {
-        let part = parts.next().expect("both have a row's width");
-        // SAFETY: a chunk is 16 f32.
-        let part = unsafe { s.load(part.as_ptr()) };
-        s.fma(part, b, s.mul(sum, a))
-    });
-}
-
-/// `cap * tanh(score / cap)`, with `tanh(y) = 1 - 2 / (e^2y + 1)`. Source: Gemma 2, arXiv 2408.00118, section 2.
-#[inline(always)]
-fn soft_cap<S: Simd>(s: S, score: S::V, cap: f32) -> S::V {
-    let zero = s.splat(0.0);
-    // tanh(20) is 1 to the last bit; the limits keep e^2y in range.
-    let twice = s.mul(score, s.splat(2.0 / cap));
-    let twice = s.max(s.splat(-40.0), twice);
-    let twice = s.sub(zero, s.max(s.splat(-40.0), s.sub(zero, twice)));
-    let tanh = s.sub(s.splat(1.0), s.div(s.splat(2.0), s.add(exp(s, twice), s.splat(1.0))));
-    s.mul(s.splat(cap), tanh)
-}
-
-/// Widens the runs of `range` to f32, padded with zeros to whole vectors, and returns where the copies are.
-#[inline(always)]
-fn widen<S: Simd, E: Element>(s: S, runs: &Runs, range: &Range<usize>, dim: usize, to: &mut Vec<f32>) -> Runs {
-    let padded = dim.next_multiple_of(LANES);
-    to.resize(TILE * padded, 0.0);
-    let mut copies = [std::ptr::null(); TILE];
-    for (j, row) in to.chunks_exact_mut(padded).enumerate().take(range.end).skip(range.start) {
-        for (vector, lanes) in row.chunks_exact_mut(LANES).enumerate() {
-            let from = runs[j].wrapping_add(vector * LANES * E::BYTES);
-            let left = dim - vector * LANES;
-            if left >= LANES {
-                // SAFETY: sixteen elements are left in this run; its page is held for reading.
-                let v = unsafe { E::load(s, from) };
-                // SAFETY: a chunk is 16 f32, borrowed mutably.
-                unsafe { s.store(lanes.as_mut_ptr(), v) };
-                continue;
-            }
-            lanes.fill(0.0);
-            for (i, lane) in lanes[..left].iter_mut().enumerate() {
-                // SAFETY: `i < left`, so the element is inside the run.
-                *lane = unsafe { E::load_one(from.wrapping_add(i * E::BYTES)) };
-            }
-        }
-        copies[j] = row.as_ptr().cast();
-    }
-    copies
 }
 
 /// The positions of the tile at `start` that are in `seen`, counted from `start`.
@@ -531,7 +502,6 @@ fn in_tile(seen: &Range<usize>, start: usize) -> Range<usize> {
 }
 
 /// Copies a slice to the item's own part of a target.
-#[inline(always)]
 fn copy_to(from: &[f32], to: *mut f32) {
     // SAFETY: an item writes its own rows of the output, or its own partial, and no other item does: `items` in `work.rs` cuts
     // the batch into disjoint ones. Lengths were checked against the output slice.

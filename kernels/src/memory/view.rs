@@ -37,8 +37,25 @@ impl PlanePages {
     /// Where the run of (block, head, token) begins. Inside the region if the coordinates are in range.
     #[inline(always)]
     pub(crate) fn run(&self, block: BlockId, head: usize, token: usize) -> *mut u8 {
-        let offset = block.get() as usize * self.block + head * self.head + token * self.token;
-        self.base.0.wrapping_add(offset)
+        self.base.0.wrapping_add(head * self.head + self.offset(block, token))
+    }
+
+    /// Where a head's runs begin: that of block 0, token 0.
+    #[inline(always)]
+    pub(crate) fn head(&self, head: usize) -> *const u8 {
+        self.base.0.wrapping_add(head * self.head).cast_const()
+    }
+
+    /// Bytes from a head's first run to that of (block, token).
+    #[inline(always)]
+    pub(crate) fn offset(&self, block: BlockId, token: usize) -> usize {
+        block.get() as usize * self.block + token * self.token
+    }
+
+    /// Bytes from one head to the next.
+    #[inline(always)]
+    pub(crate) fn head_stride(&self) -> usize {
+        self.head
     }
 
     /// Bytes from one token of a block to the next.

@@ -55,6 +55,7 @@ impl Slot {
 /// # Errors
 /// [`KernelError`] if a slot or the layer does not exist, a slice has the wrong length, values are missing or superfluous, or a
 /// page is held by somebody else ([`KernelError::PageBusy`]). Nothing is stored then.
+#[expect(unsafe_code, reason = "the guards are what the stores ask for")]
 pub fn store_kv(
     cache: &HostKvCache,
     layer: u16,
@@ -69,7 +70,8 @@ pub fn store_kv(
     blocks.sort_unstable();
     blocks.dedup();
     let _pages = cache.guard_layer(GuardMode::Write, layer, blocks.into_iter())?;
-    raw::store_checked(cache.view(), layer, slots, keys, values);
+    // SAFETY: `check` passed, and the pages are held for writing until the end of this function.
+    unsafe { raw::store_checked(cache.view(), layer, slots, keys, values) };
     Ok(())
 }
 
@@ -89,7 +91,8 @@ pub unsafe fn store_kv_unguarded(
     values: Option<&[f32]>,
 ) -> Result<(), KernelError> {
     check(view, layer, slots, keys, values)?;
-    raw::store_checked(view, layer, slots, keys, values);
+    // SAFETY: `check` passed, and the caller keeps others off the pages.
+    unsafe { raw::store_checked(view, layer, slots, keys, values) };
     Ok(())
 }
 

@@ -12,8 +12,17 @@ use crate::memory::KvCacheView;
 /// Elements that are converted on the stack before they are copied to their page.
 const CHUNK: usize = 64;
 
-/// Stores rows whose slots and lengths were checked, into pages that the caller may write.
-pub(super) fn store_checked(view: &KvCacheView, layer: u16, slots: &[Slot], keys: &[f32], values: Option<&[f32]>) {
+/// Stores rows.
+///
+/// # Safety
+/// Layer, slots and lengths were checked against the view, and while the call lasts nobody else reads or writes these pages.
+pub(super) unsafe fn store_checked(
+    view: &KvCacheView,
+    layer: u16,
+    slots: &[Slot],
+    keys: &[f32],
+    values: Option<&[f32]>,
+) {
     let tokens_per_block = u64::from(view.layout().shape().tokens_per_block);
     for (plane, rows) in [Some(keys), values].into_iter().flatten().enumerate() {
         let pages = view.plane(layer, plane);

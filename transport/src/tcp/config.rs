@@ -20,7 +20,7 @@ pub struct TcpConfigFile {
     pub lanes_remote: u16,
     /// Threads that carry payload, for all peers together.
     pub data_threads: u16,
-    /// Kernel buffers of a data lane, each way; without it 128 KiB on this host and the system's choice to others.
+    /// Kernel buffers of a data lane, each way; without it 512 KiB on this host and the system's choice to others.
     pub socket_buffer_bytes: Option<u32>,
     /// The most payload bytes of a frame.
     pub frame_bytes: u32,

@@ -5,9 +5,10 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Kernel buffers of a lane within one host: larger ones leave the L2 cache (`prototypes/tcp-lanes`: 2.7-3.2 GB/s, against
-/// 1.7-2.1 with the system's own).
-const SAME_HOST_BUFFER_BYTES: usize = 128 << 10;
+/// Kernel buffers of a lane within one host. The system's own grow to megabytes, which leave the L2 cache and halve the rate;
+/// smaller ones wake a lane for less: 0.38 CPU seconds a GB with these, 0.42 with 256 KiB, 0.48 with 128 KiB
+/// (benches/tcp_goodput.rs on 2 busy cores).
+const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 256;

@@ -1,7 +1,7 @@
 //! The contract, one function a sentence.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvferry_protocol::RegionId;
@@ -9,7 +9,7 @@ use kvferry_protocol::pages::{Extent, Loop, Pages, Piece};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, TestRunner};
 
-use super::node::{Make, Node, contiguous, peer, write};
+use super::node::{Make, Node, PATIENCE, contiguous, peer, write};
 use super::pages::{Random, scattered_write};
 use crate::api::{Event, GrantKey, Slab, Source, Write};
 use crate::error::TransportError;
@@ -136,12 +136,17 @@ pub fn nothing_lands_after_revoke_returned(make: &Make<'_>) {
     const ROUNDS: usize = 1200;
     const BYTES: usize = 256 << 10;
     const TAIL: usize = 64;
+    const RACES: usize = 20;
     let (mut a, b) = Node::pair(make, 2 * BYTES);
     a.memory.fill(0, 2 * BYTES, 0x11);
     let mut random = Random(6);
     let mut posts = Vec::new();
     let (mut whole, mut cut_short) = (0, 0);
-    for round in 0..ROUNDS {
+    let deadline = Instant::now() + PATIENCE;
+    let mut round = 0;
+    // On a busy machine a copy is often over before this thread runs again; such rounds prove nothing.
+    while round < ROUNDS || cut_short < RACES {
+        assert!(Instant::now() < deadline, "no race was run: {whole} whole, {cut_short} cut short");
         let half = round % 2 * BYTES;
         b.memory.fill(half, BYTES, 0);
         let grant = b.grant(&a.peer, half as u64, BYTES as u64);
@@ -168,17 +173,15 @@ pub fn nothing_lands_after_revoke_returned(make: &Make<'_>) {
         if round > 0 {
             assert!(b.memory.is_all(BYTES - half, BYTES, 0xee), "late bytes of round {}", round - 1);
         }
+        round += 1;
     }
-    let (mut landed, mut refused) = (0, 0);
     for post in posts {
         match a.wait_posted(post) {
-            Ok(()) => landed += 1,
-            Err(TransportError::Refused { .. }) => refused += 1,
+            Ok(()) | Err(TransportError::Refused { .. }) => {}
             Err(other) => panic!("a revoked write ends refused or landed, not: {other}"),
         }
     }
-    assert!(b.memory.is_all(BYTES, BYTES, 0xee), "late bytes of the last round");
-    assert!(cut_short > 0 && refused > 0, "no race was run: {whole} whole, {cut_short} cut, {landed} landed");
+    assert!(b.memory.is_all(0, 2 * BYTES, 0xee), "late bytes of the last round");
     assert_eq!(b.transport.stats().grants_live, 0);
 }
 

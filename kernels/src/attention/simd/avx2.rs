@@ -32,12 +32,17 @@ fn sum(v: V) -> f32 {
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn sums4(v: [V; 4]) -> __m128 {
-    let a: [__m256; 4] = std::array::from_fn(|i| _mm256_add_ps(v[i].0, v[i].1));
+    // Spelled out, because a closure (of `array::from_fn`) is compiled without these instructions.
+    let mut a = [_mm256_setzero_ps(); 4];
+    for i in 0..4 {
+        a[i] = _mm256_add_ps(v[i].0, v[i].1);
+    }
     // Lanes 4 apart: vectors 0 and 1 side by side, then 2 and 3.
-    let b: [__m256; 2] = std::array::from_fn(|i| {
+    let mut b = [_mm256_setzero_ps(); 2];
+    for i in 0..2 {
         let (x, y) = (a[2 * i], a[2 * i + 1]);
-        _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(x, y), _mm256_permute2f128_ps::<0x31>(x, y))
-    });
+        b[i] = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(x, y), _mm256_permute2f128_ps::<0x31>(x, y));
+    }
     let c = _mm256_add_ps(_mm256_shuffle_ps::<0x44>(b[0], b[1]), _mm256_shuffle_ps::<0xEE>(b[0], b[1]));
     // Vectors 0 and 2 in the lower half, 1 and 3 in the upper.
     let d = _mm256_add_ps(_mm256_shuffle_ps::<0x88>(c, c), _mm256_shuffle_ps::<0xDD>(c, c));
@@ -73,6 +78,7 @@ fn widen_bf16(bits: __m128i) -> __m256 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
+#[inline(never)]
 fn call<W: Work>(simd: Avx2, work: W) -> W::Output {
     work.run(simd)
 }
@@ -169,7 +175,14 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn sums16(self, v: [V; 16]) -> [f32; 16] {
-        std::array::from_fn(|i| self.sum(v[4 * (i % 4) + i / 4]))
+        let mut out = [0.0; 16];
+        for q in 0..4 {
+            let sums = self.sums4([v[4 * q], v[4 * q + 1], v[4 * q + 2], v[4 * q + 3]]);
+            for k in 0..4 {
+                out[4 * k + q] = sums[k];
+            }
+        }
+        out
     }
 
     #[inline(always)]
@@ -212,6 +225,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
 }

@@ -22,20 +22,25 @@ impl Avx512 {
 #[target_feature(enable = "avx512f,avx2,fma,f16c")]
 #[inline]
 fn sums16(v: [__m512; 16]) -> __m512 {
+    // Spelled out, because a closure (of `array::from_fn`) is compiled without these instructions.
+    let zero = _mm512_setzero_ps();
     // Lanes 8 apart: each result holds 8 partial sums of two vectors.
-    let halves: [__m512; 8] = std::array::from_fn(|i| {
+    let mut halves = [zero; 8];
+    for i in 0..8 {
         let (x, y) = (v[2 * i], v[2 * i + 1]);
-        _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(x, y), _mm512_shuffle_f32x4::<0xEE>(x, y))
-    });
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(x, y), _mm512_shuffle_f32x4::<0xEE>(x, y));
+    }
     // Lanes 4 apart: each result holds 4 partial sums of four vectors.
-    let quarters: [__m512; 4] = std::array::from_fn(|i| {
+    let mut quarters = [zero; 4];
+    for i in 0..4 {
         let (x, y) = (halves[2 * i], halves[2 * i + 1]);
-        _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(x, y), _mm512_shuffle_f32x4::<0xDD>(x, y))
-    });
-    let pairs: [__m512; 2] = std::array::from_fn(|i| {
+        quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(x, y), _mm512_shuffle_f32x4::<0xDD>(x, y));
+    }
+    let mut pairs = [zero; 2];
+    for i in 0..2 {
         let (x, y) = (quarters[2 * i], quarters[2 * i + 1]);
-        _mm512_add_ps(_mm512_shuffle_ps::<0x44>(x, y), _mm512_shuffle_ps::<0xEE>(x, y))
-    });
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(x, y), _mm512_shuffle_ps::<0xEE>(x, y));
+    }
     _mm512_add_ps(_mm512_shuffle_ps::<0x88>(pairs[0], pairs[1]), _mm512_shuffle_ps::<0xDD>(pairs[0], pairs[1]))
 }
 
@@ -80,6 +85,7 @@ fn widen_bf16(bits: __m256i) -> __m512 {
 }
 
 #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+#[inline(never)]
 fn call<W: Work>(simd: Avx512, work: W) -> W::Output {
     work.run(simd)
 }
@@ -162,7 +168,7 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn sums4(self, v: [__m512; 4]) -> [f32; 4] {
-        v.map(|v| self.sum(v))
+        [self.sum(v[0]), self.sum(v[1]), self.sum(v[2]), self.sum(v[3])]
     }
 
     #[inline(always)]
@@ -206,6 +212,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
 }

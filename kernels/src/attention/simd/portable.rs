@@ -17,7 +17,7 @@ impl Simd for Portable {
     type V = V;
     const WIDE: bool = false;
 
-    #[inline(always)]
+    #[inline(never)]
     fn vectorize<W: Work>(self, work: W) -> W::Output {
         work.run(self)
     }

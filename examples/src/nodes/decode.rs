@@ -1,0 +1,143 @@
+//! Generates text: on a terminal, or over HTTP; from KV that a prefill node computed, or from its own.
+use std::io::{BufRead, Write};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::cli::{EngineOptions, LinkOptions, until_end};
+use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
+use crate::http::{Frontend, LocalRouter, Router, router};
+use crate::model::TextStream;
+use crate::node::LoadedModel;
+use crate::pd::{PdNode, PrefillRouter};
+use anyhow::Context;
+use clap::Parser;
+use kvferry::config::Role;
+use kvferry::metrics::Metrics;
+use serde_json::json;
+
+/// Generates text. Without --http it reads one prompt a line from standard input; without --prefill it computes prompts itself.
+/// With --prefill, KVFERRY_PSK must hold the cluster's key
+#[derive(Parser, Debug)]
+#[command(name = "decode", version)]
+pub struct DecodeOptions {
+    #[command(flatten)]
+    engine: EngineOptions,
+    #[command(flatten)]
+    link: LinkOptions,
+    /// The prefill node that computes prompts
+    #[arg(long, value_name = "IP:PORT")]
+    prefill: Option<SocketAddr>,
+    /// Serve POST /v1/completions there; port 0 takes a free one. The address is printed as one line of JSON
+    #[arg(long, value_name = "IP:PORT")]
+    http: Option<SocketAddr>,
+    /// Tokens to generate for each prompt of standard input
+    #[arg(long, value_name = "COUNT", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// Temperature of the draws for prompts of standard input; 0 is greedy
+    #[arg(long, value_name = "NUMBER", default_value = "0", value_parser = temperature)]
+    temperature: f32,
+    /// Seed of the draws for prompts of standard input
+    #[arg(long, value_name = "NUMBER", default_value = "0")]
+    seed: u64,
+    /// kvferry's configuration file
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// End when standard input ends; with --http only
+    #[arg(long, requires = "http")]
+    exit_with_stdin: bool,
+}
+
+/// What generates: an engine, who prefills for it, and its metrics.
+struct Node {
+    engine: EngineService,
+    router: Arc<dyn Router>,
+    metrics: Arc<Metrics>,
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        Ok(temperature) if (0.0..=2.0).contains(&temperature) => Ok(temperature),
+        _ => Err("write a number from 0 to 2".into()),
+    }
+}
+
+/// Serves or converses until it is told to end.
+///
+/// # Errors
+/// Whatever keeps the node from starting or from going on.
+pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
+    let model = LoadedModel::load(&options.engine.model)?;
+    let node = start(options, &model)?;
+    match options.http {
+        Some(address) => tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?
+            .block_on(serve(options, model, node, address)),
+        None => converse(options, &model, &node),
+    }
+}
+
+fn start(options: &DecodeOptions, model: &LoadedModel) -> anyhow::Result<Node> {
+    let config = options.engine.node();
+    let Some(prefill) = options.prefill else {
+        let (router, metrics) = (Arc::new(LocalRouter), Arc::new(Metrics::new()));
+        return Ok(Node { engine: model.start_local(&config)?, router, metrics });
+    };
+    let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
+    let PdNode { engine, metrics, .. } = PdNode::start(model, &config, raw, Some(prefill))?;
+    Ok(Node { engine, router: Arc::new(PrefillRouter { prefill }), metrics })
+}
+
+async fn serve(options: &DecodeOptions, model: LoadedModel, node: Node, address: SocketAddr) -> anyhow::Result<()> {
+    let listener = tokio::net::TcpListener::bind(address).await;
+    let listener = listener.with_context(|| format!("--http {address} cannot be listened on"))?;
+    println!("{}", json!({ "node": "decode", "http": listener.local_addr()?.to_string() }));
+    let routes = router(Frontend { engine: node.engine.handle(), model, router: node.router, metrics: node.metrics });
+    tokio::select! {
+        served = axum::serve(listener, routes) => served?,
+        ended = until_end(options.exit_with_stdin) => ended?,
+    }
+    Ok(())
+}
+
+/// One prompt a line in, its text out as it comes.
+fn converse(options: &DecodeOptions, model: &LoadedModel, node: &Node) -> anyhow::Result<()> {
+    let sampling = match options.temperature {
+        0.0 => Sampling::Greedy,
+        temperature => Sampling::Temperature { temperature, seed: options.seed },
+    };
+    for line in std::io::stdin().lock().lines() {
+        let prompt = line.context("standard input is no UTF-8 text")?;
+        if let Err(error) = answer(&prompt, sampling, options.max_tokens as usize, model, node) {
+            eprintln!("error: {error:#}");
+        }
+    }
+    Ok(())
+}
+
+fn answer(prompt: &str, sampling: Sampling, max: usize, model: &LoadedModel, node: &Node) -> anyhow::Result<()> {
+    let tokens = model.tokenizer.encode(prompt).map_err(anyhow::Error::msg)?;
+    let transfer = node.router.route(&tokens)?;
+    let submission = Submission { sampling, transfer, ..model.greedy(tokens, max) };
+    let mut ticket = node.engine.handle().submit_blocking(submission)?;
+    let (mut text, mut out) = (TextStream::default(), std::io::stdout().lock());
+    while let Some(update) = ticket.next_blocking() {
+        match update {
+            Update::Token { token, .. } => {
+                let piece = text.push(&model.tokenizer, token).map_err(anyhow::Error::msg)?;
+                write!(out, "{piece}")?;
+                out.flush()?;
+            }
+            Update::Finished { reason: FinishReason::Failed(why), .. } => {
+                anyhow::bail!("the KV transfer failed: {why}")
+            }
+            Update::Finished { .. } => {
+                writeln!(out, "{}", text.finish(&model.tokenizer).map_err(anyhow::Error::msg)?)?;
+                return Ok(());
+            }
+        }
+    }
+    anyhow::bail!("the engine has stopped")
+}

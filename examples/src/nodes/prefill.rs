@@ -1,0 +1,66 @@
+//! Prefills prompts for decode nodes: computes their KV and hands it over.
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::cli::{EngineOptions, LinkOptions, until_end};
+use crate::http::metrics_router;
+use crate::node::LoadedModel;
+use crate::pd::PdNode;
+use anyhow::Context;
+use clap::Parser;
+use kvferry::config::Role;
+use kvferry_transport::PeerAddress;
+use serde_json::json;
+
+/// Prefills prompts for decode nodes. KVFERRY_PSK must hold the cluster's key
+#[derive(Parser, Debug)]
+#[command(name = "prefill", version)]
+pub struct PrefillOptions {
+    #[command(flatten)]
+    engine: EngineOptions,
+    #[command(flatten)]
+    link: LinkOptions,
+    /// Where decode nodes connect; port 0 takes a free one. The address is printed as one line of JSON
+    #[arg(long, value_name = "IP:PORT")]
+    listen: Option<SocketAddr>,
+    /// Serve GET /metrics there
+    #[arg(long, value_name = "IP:PORT")]
+    metrics: Option<SocketAddr>,
+    /// kvferry's configuration file
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// End when standard input ends
+    #[arg(long)]
+    exit_with_stdin: bool,
+}
+
+/// Serves until it is told to end.
+///
+/// # Errors
+/// Whatever keeps the node from starting.
+pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
+    let raw = options.link.connector(options.config.as_deref(), Role::Prefill, options.listen)?;
+    let model = LoadedModel::load(&options.engine.model)?;
+    let node = Arc::new(PdNode::start(&model, &options.engine.node(), raw, None)?);
+    let mut metrics = None;
+    if let Some(address) = options.metrics {
+        let listener = tokio::net::TcpListener::bind(address).await;
+        let listener = listener.with_context(|| format!("--metrics {address} cannot be listened on"))?;
+        metrics = Some(listener.local_addr()?.to_string());
+        let routes = metrics_router(node.engine.handle(), Arc::clone(&node.metrics));
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+    }
+    let PeerAddress::Tcp(transfer) = node.address else { anyhow::bail!("{:?} is no TCP address", node.address) };
+    println!("{}", json!({ "node": "prefill", "transfer": transfer.to_string(), "metrics": metrics }));
+    let stop = Arc::new(AtomicBool::new(false));
+    let desk = {
+        let (node, stop) = (Arc::clone(&node), Arc::clone(&stop));
+        tokio::task::spawn_blocking(move || node.serve_prefill(&stop))
+    };
+    until_end(options.exit_with_stdin).await?;
+    stop.store(true, Ordering::Release);
+    desk.await?;
+    Ok(())
+}
