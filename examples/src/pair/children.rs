@@ -26,14 +26,28 @@ impl Pair {
     /// Starts both; they can serve sequences of `longest` tokens.
     pub(super) async fn start(program: &Path, options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
-        let mut command =
-            node(program, options, Role::Prefill, &key, options.prefill_layout.to_string(), options.prefill_block, longest)?;
+        let mut command = node(
+            program,
+            options,
+            Role::Prefill,
+            &key,
+            options.prefill_layout.to_string(),
+            options.prefill_block,
+            longest,
+        )?;
         command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
         let (prefill, said) = spawn(command, "prefill").await?;
         let transfer = address(&said, "transfer")?;
         let metrics = Client { address: address(&said, "metrics")? };
-        let mut command =
-            node(program, options, Role::Decode, &key, options.decode_layout.to_string(), options.decode_block, longest)?;
+        let mut command = node(
+            program,
+            options,
+            Role::Decode,
+            &key,
+            options.decode_layout.to_string(),
+            options.decode_block,
+            longest,
+        )?;
         command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
         let (decode, said) = spawn(command, "decode").await?;
         let http = Client { address: address(&said, "http")? };
