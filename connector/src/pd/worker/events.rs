@@ -65,7 +65,7 @@ impl Driver {
         if let Some(peer) = peer {
             if self.peers.down(peer) {
                 self.board.metrics.sessions_lost_total.add(1);
-                    }
+            }
             self.early.peer_down(peer);
             let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
             for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
