@@ -15,3 +15,8 @@ mod raw;
 
 pub use error::ConnectorError;
 pub use open::open_transport;
+pub use raw::RawKvCache;
+
+#[doc = include_str!("../../README.md")]
+#[cfg(doctest)]
+struct ReadmeExamples;

@@ -179,3 +179,17 @@ fn another_key_fails_the_load_at_once_and_says_so() {
     let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
     assert!(applied.failed[0].reason.contains("same key"), "{}", applied.failed[0].reason);
 }
+
+#[test]
+fn an_engines_own_memory_is_used_in_place() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    for (raw_prefill, raw_decode) in [(true, false), (false, true), (true, true)] {
+        let (mut prefill, mut decode) = engines(
+            &Setup { raw: raw_prefill, ..Setup::prefill() },
+            &Setup { raw: raw_decode, ..Setup::decode() },
+            &make,
+        );
+        hand_over(&mut prefill, &mut decode, 33, 10, 0);
+    }
+}

@@ -74,9 +74,9 @@ impl PdNode {
         let (order, layerwise) = (config.order(), config.layerwise());
         let runner = Runner::new(Arc::clone(&model.model), node.cache()).map_err(NodeError::from)?;
         let (manifest, shard, cache) = (manifest_of(model, node.dtype), Shard::default(), runner.cache().clone());
-        let transport = open_transport(&config, greeting(&manifest, shard, &cache)?)?;
+        let transport = open_transport(&config, greeting(&manifest, shard, cache.layout())?)?;
         let metrics = Arc::new(Metrics::new());
-        let parts = PdWorkerParts { config, manifest, shard, cache, metrics: Arc::clone(&metrics) };
+        let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport)?;
         if let Some(peer) = peer {
             worker.handle().connect(PeerAddress::Tcp(peer))?;

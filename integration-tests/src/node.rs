@@ -118,7 +118,6 @@ impl Node {
     }
 
     /// Where it serves HTTP, for a thread that completes on its own.
-    #[must_use]
     pub fn client(&self) -> impl Fn(&[u32], u32) -> Result<Answer, HttpError> + Send + Clone + 'static {
         let http = self.http;
         move |prompt, max_tokens| http::complete(http, prompt, max_tokens)

@@ -1,22 +1,66 @@
 //! A worker's KV cache as the connector sees it: layout, place in the model, guards, and the two passes over its bytes.
 
 use std::ops::Range;
+use std::ptr::NonNull;
 
-use kvferry_kernels::copy;
+use kvferry_kernels::copy::{self, RegionTable};
 use kvferry_kernels::{HostKvCache, PageGuards};
 use kvferry_protocol::BlockId;
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{CacheView, CopyPlan, KvLayout, Selection, Shard};
 
-/// A registered cache; clones share it.
+use crate::raw::RawKvCache;
+
+/// A worker's KV cache: kvferry's own, or the engine's memory.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum KvCache {
+    /// Memory that kvferry allocated: every page is guarded, and a use that would race is a typed error.
+    Host(HostKvCache),
+    /// Memory that the engine allocated and vouches for.
+    Raw(RawKvCache),
+}
+
+impl From<HostKvCache> for KvCache {
+    fn from(cache: HostKvCache) -> Self {
+        Self::Host(cache)
+    }
+}
+
+impl From<RawKvCache> for KvCache {
+    fn from(cache: RawKvCache) -> Self {
+        Self::Raw(cache)
+    }
+}
+
+impl KvCache {
+    /// Where each byte lies.
+    #[must_use]
+    pub fn layout(&self) -> &KvLayout {
+        match self {
+            Self::Host(cache) => cache.layout(),
+            Self::Raw(cache) => cache.layout(),
+        }
+    }
+
+    /// Start and length in bytes of each region, in their order.
+    pub(crate) fn regions(&self) -> Vec<(NonNull<u8>, usize)> {
+        match self {
+            Self::Host(cache) => cache.regions().iter().map(|region| (region.as_ptr(), region.len())).collect(),
+            Self::Raw(cache) => cache.regions().to_vec(),
+        }
+    }
+}
+
+/// A registered cache and its place in the model; clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Caches {
-    cache: HostKvCache,
+    cache: KvCache,
     shard: Shard,
 }
 
 impl Caches {
-    pub(crate) fn new(cache: HostKvCache, shard: Shard) -> Self {
+    pub(crate) const fn new(cache: KvCache, shard: Shard) -> Self {
         Self { cache, shard }
     }
 
@@ -50,29 +94,52 @@ impl Caches {
         u64::from(shape.heads) * shape.run_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>()
     }
 
-    /// Takes the pages of the blocks in some of the model's layers for reading.
-    pub(crate) fn guard_read(&self, blocks: &[BlockId], layers: Range<u16>) -> Result<PageGuards, String> {
-        self.cache.guard_read(blocks, self.local(layers)).map_err(|error| error.to_string())
+    /// Takes the pages of the blocks in some of the model's layers for reading. The engine's own memory has no guards.
+    pub(crate) fn guard_read(&self, blocks: &[BlockId], layers: Range<u16>) -> Result<Option<PageGuards>, String> {
+        let layers = self.local(layers);
+        self.guard(blocks, |cache| cache.guard_read(blocks, layers).map_err(|error| error.to_string()))
     }
 
     /// Takes the pages of the blocks in some of the model's layers for writing, alone.
-    pub(crate) fn guard_write(&self, blocks: &[BlockId], layers: Range<u16>) -> Result<PageGuards, String> {
-        self.cache.guard_write(blocks, self.local(layers)).map_err(|error| error.to_string())
+    pub(crate) fn guard_write(&self, blocks: &[BlockId], layers: Range<u16>) -> Result<Option<PageGuards>, String> {
+        let layers = self.local(layers);
+        self.guard(blocks, |cache| cache.guard_write(blocks, layers).map_err(|error| error.to_string()))
+    }
+
+    fn guard(
+        &self,
+        blocks: &[BlockId],
+        take: impl FnOnce(&HostKvCache) -> Result<PageGuards, String>,
+    ) -> Result<Option<PageGuards>, String> {
+        match &self.cache {
+            KvCache::Host(cache) => take(cache).map(Some),
+            KvCache::Raw(_) => {
+                let pool = self.layout().shape().blocks;
+                match blocks.iter().find(|block| block.get() >= pool) {
+                    Some(block) => Err(format!("block {block} is outside the cache's {pool} blocks")),
+                    None => Ok(None),
+                }
+            }
+        }
     }
 
     /// Packs a plan's source bytes into `out`, in the order of its extents, and digests them.
     ///
-    /// The caller holds the source pages' guards.
+    /// The caller holds the source pages: by guards, or by the engine's word.
     pub(crate) fn gather(&self, plan: &CopyPlan, out: &mut [u8]) -> Result<Digest, String> {
-        copy::pack_with_digest(plan, &crate::raw::regions(&self.cache), out).map_err(|error| error.to_string())
+        copy::pack_with_digest(plan, &self.table(), out).map_err(|error| error.to_string())
     }
 
     /// Digests the selected bytes of a request's blocks where they lie; `first_token` is that of `blocks[0]`.
     ///
-    /// The caller holds the pages' guards.
+    /// The caller holds the pages: by guards, or by the engine's word.
     pub(crate) fn digest(&self, blocks: &[BlockId], first_token: u32, selection: &Selection) -> Result<Digest, String> {
         let view = CacheView { layout: self.layout(), shard: self.shard, blocks, first_token };
-        copy::digest(&view, selection, &crate::raw::regions(&self.cache)).map_err(|error| error.to_string())
+        copy::digest(&view, selection, &self.table()).map_err(|error| error.to_string())
+    }
+
+    fn table(&self) -> RegionTable {
+        crate::raw::table(&self.cache)
     }
 
     fn local(&self, layers: Range<u16>) -> Range<u16> {

@@ -4,5 +4,6 @@ mod caches;
 mod scheduler;
 mod worker;
 
+pub use caches::KvCache;
 pub use scheduler::{PdScheduler, SchedulerOptions};
 pub use worker::{PdHandle, PdWorker, PdWorkerParts, Refusal, greeting};

@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvferry::RawKvCache;
 use kvferry::config::{ConnectorConfig, PreSharedKey, RawConfig};
 use kvferry::contract::{
     Applied, EngineFinish, Hold, Match, Request, RequestId, ScheduledRequest, ScheduledStep, Scheduler, StepMeta,
@@ -48,6 +49,8 @@ pub(crate) struct Setup {
     pub(crate) extra: &'static str,
     /// The cluster's key; with one the engines speak TCP.
     pub(crate) psk: Option<&'static str>,
+    /// Give the connector the cache's addresses only, as an engine with its own memory does.
+    pub(crate) raw: bool,
 }
 
 impl Setup {
@@ -62,6 +65,7 @@ impl Setup {
             model: "toy",
             extra: "",
             psk: None,
+            raw: false,
         }
     }
 
@@ -119,10 +123,17 @@ impl Engine {
         let order: LayoutOrder = setup.layout.parse().unwrap();
         let cache = HostKvCache::new(shape, KvDtype::F32, order, Placement::OneRegion).unwrap();
         let (manifest, shard) = (manifest(setup.model), Shard::default());
-        let transport = make(&config, greeting(&manifest, shard, &cache).unwrap());
+        let transport = make(&config, greeting(&manifest, shard, cache.layout()).unwrap());
+        let given = if setup.raw {
+            let regions: Vec<_> = cache.regions().iter().map(|region| (region.as_ptr(), region.len())).collect();
+            // SAFETY: the engine keeps the cache for longer than the worker, and keeps to the rules of loads and saves.
+            unsafe { RawKvCache::new(cache.layout().clone(), KvDtype::F32, &regions) }.unwrap().into()
+        } else {
+            cache.clone().into()
+        };
         let metrics = Arc::new(Metrics::new());
         let layerwise = config.layerwise();
-        let parts = PdWorkerParts { config, manifest, shard, cache: cache.clone(), metrics: Arc::clone(&metrics) };
+        let parts = PdWorkerParts { config, manifest, shard, cache: given, metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport).unwrap();
         let tokens_per_block = NonZeroU32::new(setup.tokens_per_block).unwrap();
         let scheduler = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });

@@ -143,6 +143,12 @@ impl Driver {
             self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
             return;
         }
+        if bytes != wrote.rect.cells() * self.caches.bytes_per_cell() {
+            let problem = format!("a write of {bytes} bytes was announced as {}", wrote.rect);
+            tracing::warn!(%peer, transfer = %wrote.transfer, problem, "peer broke the protocol");
+            self.transport.disconnect(peer, &problem);
+            return;
+        }
         tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
         self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
     }

@@ -30,8 +30,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_kernels::HostKvCache;
-use kvferry_protocol::layout::Shard;
+use kvferry_protocol::layout::{KvLayout, Shard};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -44,7 +43,7 @@ use jobs::JobDone;
 use progress::Progress;
 use step::StepProgress;
 
-use super::caches::Caches;
+use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
 use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Save, StepMeta, StepResults, Worker};
 use crate::error::ConnectorError;
@@ -59,8 +58,8 @@ pub struct PdWorkerParts {
     pub manifest: Manifest,
     /// Which layers and heads of the model this worker holds.
     pub shard: Shard,
-    /// The KV cache.
-    pub cache: HostKvCache,
+    /// The KV cache: kvferry's own, or the engine's memory.
+    pub cache: KvCache,
     /// Counters, shared with whoever exports them.
     pub metrics: Arc<Metrics>,
 }
@@ -133,12 +132,12 @@ enum Command {
 ///
 /// # Errors
 /// [`ConnectorError::Caches`] if the shape is not the manifest's.
-pub fn greeting(manifest: &Manifest, shard: Shard, cache: &HostKvCache) -> Result<Bytes, ConnectorError> {
-    Ok(card(manifest, shard, cache)?.encode().into())
+pub fn greeting(manifest: &Manifest, shard: Shard, layout: &KvLayout) -> Result<Bytes, ConnectorError> {
+    Ok(card(manifest, shard, layout)?.encode().into())
 }
 
-fn card(manifest: &Manifest, shard: Shard, cache: &HostKvCache) -> Result<WorkerCard, ConnectorError> {
-    let shape = cache.layout().shape();
+fn card(manifest: &Manifest, shard: Shard, layout: &KvLayout) -> Result<WorkerCard, ConnectorError> {
+    let shape = layout.shape();
     let end = |first: u16, count: u16| u32::from(first) + u32::from(count);
     let refuse = |problem: String| Err(ConnectorError::Caches { problem });
     if end(shard.first_layer.get(), shape.layers) > manifest.layers.into() {
@@ -164,13 +163,13 @@ fn card(manifest: &Manifest, shard: Shard, cache: &HostKvCache) -> Result<Worker
 
 impl PdWorker {
     /// Registers the cache with the transport and starts the worker's threads. The transport's greeting must be
-    /// [`greeting`] of the same manifest, shard and cache.
+    /// [`greeting`] of the same manifest, shard and layout.
     ///
     /// # Errors
     /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
     /// registered.
     pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
-        let card = card(&parts.manifest, parts.shard, &parts.cache)?;
+        let card = card(&parts.manifest, parts.shard, parts.cache.layout())?;
         crate::raw::register(&*transport, &parts.cache)?;
         let tp_rank = parts.config.peer().tp_rank;
         let caches = Caches::new(parts.cache, parts.shard);

@@ -187,7 +187,7 @@ impl Driver {
             tokens: load.tokens.clone(),
             layerwise: load.layerwise,
             started: false,
-            guards: Some(guards),
+            guards,
             verified: vec![0; layers.len()],
             grants: BTreeMap::new(),
             verifying: 0,

@@ -153,7 +153,7 @@ impl Driver {
         };
         match guards {
             Ok(guards) => {
-                entry.guards.push(guards);
+                entry.guards.extend(guards);
                 entry.last_computed = now;
                 self.with_sending(transfer, |entry, now| entry.machine.computed(now, rect));
             }
