@@ -43,6 +43,10 @@ for concurrency in 1 8; do
                     echo "DIFFERENT: concurrency $concurrency, $order, $dtype, $shape" >&2
                     exit 1
                 }
+                grep -q '"recomputed": 0,' "$work/report" || {
+                    echo "RECOMPUTED: concurrency $concurrency, $order, $dtype, $shape: not all KV was carried" >&2
+                    exit 1
+                }
                 runs=$((runs + 1))
                 printf '%3d  %3d s  x%s  %-13s  %-4s  %s\n' "$runs" $(($(date +%s) - start)) \
                     "$concurrency" "$order" "$dtype" "$shape"

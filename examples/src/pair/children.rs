@@ -92,6 +92,8 @@ impl Pair {
     }
 }
 
+/// Half an hour: eight prompts of 1,500 tokens queue for minutes on two slow cores.
+const TRANSFER_DEADLINE_MS: &str = "1800000";
 /// How long a node may take to end by itself.
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
@@ -118,6 +120,8 @@ fn node(
         .args(["--blocks", &blocks(longest, block, concurrency).to_string(), "--chunk", &options.chunk.to_string()])
         .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--order", order, "--exit-with-stdin"])
         .env("KVFERRY_PSK", key)
+        // A comparison waits for a slow model: a load that gave up would only compare the decode node with itself.
+        .env("KVFERRY_TRANSFER_DEADLINE_MS", TRANSFER_DEADLINE_MS)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true);

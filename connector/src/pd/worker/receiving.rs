@@ -52,6 +52,7 @@ pub(super) struct Receiving {
     /// The end, while it waits for the movers to let go of the pages.
     end: Option<ReceiverEnd>,
     began: Time,
+    span: tracing::Span,
 }
 
 impl Receiving {
@@ -193,6 +194,7 @@ impl Driver {
             verifying: 0,
             end: None,
             began,
+            span: tracing::debug_span!("load", request = %load.request, transfer = %load.transfer),
         })
     }
 
@@ -244,6 +246,7 @@ impl Driver {
 
     /// Performs all outputs of a receiving machine; returns its next deadline.
     pub(super) fn turn_receiving(&mut self, transfer: TransferId) -> Option<Time> {
+        let _span = self.receiving.get(&transfer)?.span.clone().entered();
         loop {
             let entry = self.receiving.get_mut(&transfer)?;
             match entry.machine.poll_output() {
@@ -370,7 +373,7 @@ impl Driver {
         let (began, tokens) = (entry.began, entry.tokens.clone());
         let elapsed = now.since(began);
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
-        tracing::debug!(%request, %transfer, verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "load ended");
+        tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "load ended");
         if end.verdict == Verdict::Done {
             self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
             self.board.progress.ended(&request, Ended::Loaded);

@@ -34,6 +34,7 @@ pub(super) struct Sending {
     /// When the first write was asked for, and when the engine handed over the last part.
     first_post: Option<Time>,
     last_computed: Time,
+    span: tracing::Span,
 }
 
 impl Sending {
@@ -116,6 +117,7 @@ impl Driver {
             began,
             first_post: None,
             last_computed: began,
+            span: tracing::debug_span!("send", request = %save.request, transfer = %save.transfer),
         })
     }
 
@@ -180,6 +182,7 @@ impl Driver {
 
     /// Performs all outputs of a sending machine; returns its next deadline.
     pub(super) fn turn_sending(&mut self, transfer: TransferId) -> Option<Time> {
+        let _span = self.sending.get(&transfer)?.span.clone().entered();
         loop {
             let entry = self.sending.get_mut(&transfer)?;
             match entry.machine.poll_output() {
@@ -225,7 +228,7 @@ impl Driver {
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
         }
         self.count_end(metrics::Side::Send, verdict, elapsed);
-        tracing::debug!(%request, %transfer, %verdict, elapsed_us = elapsed.as_micros(), "send ended");
+        tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "send ended");
         self.board.results().sent.push(request);
     }
 }
