@@ -8,20 +8,17 @@
 //! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N] [--only 1|2]
 //! [--link-gbps N] [--buffer-kib N] [--raw-buffer-kib N]`
 
-use std::io::{IoSlice, IoSliceMut, Read, Write as _};
-use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::ClusterKey;
-use kvferry_transport::testing::{Node, peer};
+use kvferry_transport::testing::{Node, RawPair, peer, scattered};
 use kvferry_transport::{Event, GrantKey, Source, Tcp, TcpConfig, TcpConfigFile, Transport, Write};
 
 const ARENA_BYTES: usize = 128 << 20;
 const WRITE_BYTES: usize = 8 << 20;
-const BATCH_BYTES: usize = 1 << 20;
 /// Writes on their way at once.
 const DEPTH: usize = 4;
 
@@ -51,7 +48,7 @@ fn main() {
     latency(&options);
     for block_bytes in [16 << 10, 64 << 10, 512 << 10, 2 << 20] {
         let mut ours = Ours::new(&options, block_bytes);
-        let mut raw = Raw::new(usize::from(options.lanes), block_bytes, options.raw_buffer_bytes);
+        let mut raw = RawPair::new(usize::from(options.lanes), ARENA_BYTES, block_bytes, options.raw_buffer_bytes);
         let (mut ours_gbps, mut raw_gbps) = (Vec::new(), Vec::new());
         ours.run(options.total_bytes / 4);
         raw.run(options.total_bytes / 4);
@@ -164,11 +161,6 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Block numbers in scattered order.
-fn scattered(blocks: usize, step: usize) -> Vec<usize> {
-    (0..blocks).map(|at| at * step % blocks).collect()
-}
-
 struct Ours {
     sender: Node,
     receiver: Node,
@@ -243,98 +235,4 @@ impl Ours {
             }
         }
     }
-}
-
-struct Raw {
-    connections: Vec<Connection>,
-    block_bytes: usize,
-}
-
-struct Connection {
-    sender: TcpStream,
-    receiver: TcpStream,
-    source: Vec<u8>,
-    target: Vec<u8>,
-}
-
-impl Raw {
-    fn new(connections: usize, block_bytes: usize, buffer_bytes: usize) -> Self {
-        let arena_bytes = ARENA_BYTES / connections;
-        let connect = |_| {
-            let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-            let listening = socket2::SockRef::from(&listener);
-            listening.set_recv_buffer_size(buffer_bytes).expect("a buffer");
-            let sender = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
-            sender.set_send_buffer_size(buffer_bytes).expect("a buffer");
-            sender.set_recv_buffer_size(buffer_bytes).expect("a buffer");
-            sender.connect(&listener.local_addr().expect("an address").into()).expect("a connection");
-            let (sender, receiver) = (TcpStream::from(sender), listener.accept().expect("a connection").0);
-            for stream in [&sender, &receiver] {
-                stream.set_nodelay(true).expect("an option");
-            }
-            Connection { sender, receiver, source: vec![1; arena_bytes], target: vec![2; arena_bytes] }
-        };
-        Self { connections: (0..connections).map(connect).collect(), block_bytes }
-    }
-
-    fn run(&mut self, total_bytes: usize) {
-        let (block_bytes, each) = (self.block_bytes, total_bytes / self.connections.len());
-        std::thread::scope(|scope| {
-            for connection in &mut self.connections {
-                let Connection { sender, receiver, source, target } = connection;
-                scope.spawn(move || raw_send(sender, source, block_bytes, each));
-                scope.spawn(move || raw_receive(receiver, target, block_bytes, each));
-            }
-        });
-    }
-}
-
-/// A table of block numbers, then the blocks; [`BATCH_BYTES`] at a time, and one byte back at the end.
-fn raw_send(stream: &mut TcpStream, source: &[u8], block_bytes: usize, total_bytes: usize) {
-    let blocks = scattered(source.len() / block_bytes, 104_729);
-    let batch = (BATCH_BYTES / block_bytes).max(1);
-    let mut next = blocks.iter().copied().cycle();
-    for _ in 0..total_bytes / block_bytes / batch {
-        let chosen: Vec<usize> = next.by_ref().take(batch).collect();
-        let table: Vec<u8> = chosen.iter().flat_map(|block| [(*block as u64).to_le_bytes(), [0; 8]].concat()).collect();
-        let mut parts = vec![IoSlice::new(&table)];
-        parts.extend(chosen.iter().map(|block| IoSlice::new(&source[block * block_bytes..][..block_bytes])));
-        let mut parts = &mut parts[..];
-        while !parts.is_empty() {
-            let sent = stream.write_vectored(parts).expect("the receiver reads");
-            IoSlice::advance_slices(&mut parts, sent);
-        }
-    }
-    stream.read_exact(&mut [0]).expect("the receiver's word");
-}
-
-fn raw_receive(stream: &mut TcpStream, target: &mut [u8], block_bytes: usize, total_bytes: usize) {
-    let batch = (BATCH_BYTES / block_bytes).max(1);
-    let mut table = vec![0; 16 * batch];
-    for _ in 0..total_bytes / block_bytes / batch {
-        stream.read_exact(&mut table).expect("a table");
-        let mut wanted: Vec<(usize, usize)> = table
-            .chunks_exact(16)
-            .map(|entry| u64::from_le_bytes(entry[..8].try_into().expect("eight bytes")) as usize)
-            .enumerate()
-            .map(|(order, block)| (block, order))
-            .collect();
-        wanted.sort_unstable();
-        // Disjoint mutable blocks in the order of the table.
-        let mut places: Vec<Option<&mut [u8]>> = (0..batch).map(|_| None).collect();
-        let (mut rest, mut at) = (&mut target[..], 0);
-        for (block, order) in wanted {
-            let (place, tail) = rest[(block - at) * block_bytes..].split_at_mut(block_bytes);
-            places[order] = Some(place);
-            (rest, at) = (tail, block + 1);
-        }
-        let mut parts: Vec<IoSliceMut<'_>> = places.into_iter().flatten().map(IoSliceMut::new).collect();
-        let mut parts = &mut parts[..];
-        while !parts.is_empty() {
-            let got = stream.read_vectored(parts).expect("blocks");
-            assert!(got > 0, "the sender hung up");
-            IoSliceMut::advance_slices(&mut parts, got);
-        }
-    }
-    stream.write_all(&[1]).expect("the sender listens");
 }

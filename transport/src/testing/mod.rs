@@ -9,12 +9,14 @@ pub mod decoders;
 mod node;
 mod pages;
 mod proxy;
+mod raw_pair;
 
 pub use arena::Arena;
 pub use cases::*;
 pub use node::{Make, Node, PATIENCE, peer};
 pub use pages::{ScatteredWrite, scattered_write};
 pub use proxy::{Proxy, ProxyPlan};
+pub use raw_pair::{RawPair, scattered};
 
 /// Makes one test of each case of the contract. The argument is an expression that gives a [`Make`](crate::testing::Make).
 #[macro_export]
