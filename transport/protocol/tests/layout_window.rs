@@ -3,8 +3,11 @@
 mod layout_model;
 
 use kvferry_protocol::BlockId;
-use kvferry_protocol::layout::{KvShape, Selection, Shard, WindowError, WindowShape, plan, window_pages};
+use kvferry_protocol::layout::{
+    CacheView, KvLayout, KvShape, LayoutOrder, Selection, Shard, WindowError, WindowShape, plan, window_pages,
+};
 use kvferry_protocol::pages::Extent;
+use kvferry_protocol::wire::check_extents;
 use layout_model::{
     Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, bytes_of, layout, naive_copy,
 };
@@ -33,6 +36,7 @@ fn check(src: &OneSide, dst: &OneSide, selection: &Selection, all: bool) {
     let from = Memory::telling(&src.layout);
     let sent = bytes_of(&plan.source_pages());
     let extents = plan.window_extents().unwrap();
+    assert_eq!(check_extents(&extents, window.bytes(), plan.bytes()), Ok(()), "a receiver refuses {extents:?}");
 
     // The receiver places what comes, in order, by its pages.
     let mut to = Memory::untouched(&dst.layout);
@@ -158,4 +162,30 @@ fn a_receiver_grants_only_what_it_holds() {
         assert!(matches!(error, WindowError::Plan { .. }), "{blocks:?} {layers:?} {heads:?}: {error}");
     }
     assert!(grant(&[0, 3], 8..16, 2..4).is_ok());
+}
+
+/// Blocks of 24 tokens into blocks of 16, and their like: the pairs of blocks fold into nests that interleave.
+#[test]
+fn extents_of_odd_block_sizes_nest_so_that_a_receiver_takes_them() {
+    for (from, to) in [(24, 16), (12, 8), (12, 16), (3, 5), (24, 48), (7, 16), (16, 24)] {
+        for order in LayoutOrder::LISTED {
+            for first in [0, 40] {
+                let side = |tokens_per_block: u32, order: &str| {
+                    let shape = KvShape { blocks: 400, tokens_per_block, layers: 2, heads: 2, run_bytes: vec![16, 16] };
+                    KvLayout::packed(shape, order.parse().unwrap()).unwrap()
+                };
+                let (src, dst) = (side(from, "LPBNHC"), side(to, order));
+                let ids = |per_block: u32| (0..500_u32.div_ceil(per_block)).map(BlockId::new).collect::<Vec<_>>();
+                let (window, _) = window_pages(&dst, Shard::default(), &ids(to), 0, 0..2, 0..2).unwrap();
+                let (layout, blocks) = (window.layout(), window.block_ids());
+                let held = ids(from);
+                let view = CacheView { layout: &src, shard: Shard::default(), blocks: &held, first_token: 0 };
+                let selection = Selection { layers: 0..2, heads: 0..2, tokens: first..500 };
+                let plan = plan(&view, &window.view(&layout, &blocks), &selection).unwrap();
+                let extents = plan.window_extents().unwrap();
+                let checked = check_extents(&extents, window.bytes(), plan.bytes());
+                assert_eq!(checked, Ok(()), "{from} to {to}, {order}, from token {first}");
+            }
+        }
+    }
 }

@@ -48,15 +48,41 @@ impl CopyPlan {
                     loops.extend(first.loops.iter().map(|l| Loop { count: l.count, stride: l.dst_stride }));
                     let mut run_bytes = first.run_bytes;
                     settle_in_order(&mut loops, &mut run_bytes);
-                    match out.last_mut().filter(|last| last.loops.is_empty() && loops.is_empty()) {
-                        Some(last) if last.offset + last.run_bytes == offset => last.run_bytes += run_bytes,
-                        _ => out.push(Extent { offset, loops, run_bytes }),
-                    }
+                    push_nested(&mut out, Extent { offset, loops, run_bytes });
                 }
             }
         }
         Ok(out)
     }
+}
+
+/// Appends an extent; one whose loops interleave without nesting is taken apart, outermost loop first, since a receiver cannot
+/// tell it from one that overlaps itself.
+fn push_nested(out: &mut Vec<Extent>, extent: Extent) {
+    if !nests(&extent) {
+        let (outer, inner) = (extent.loops[0], extent.loops[1..].to_vec());
+        for step in 0..u64::from(outer.count) {
+            let offset = extent.offset + step * outer.stride;
+            push_nested(out, Extent { offset, loops: inner.clone(), run_bytes: extent.run_bytes });
+        }
+        return;
+    }
+    match out.last_mut().filter(|last| last.loops.is_empty() && extent.loops.is_empty()) {
+        Some(last) if last.offset + last.run_bytes == extent.offset => last.run_bytes += extent.run_bytes,
+        _ => out.push(extent),
+    }
+}
+
+/// Whether each loop, by rising stride, steps over all that is inside it.
+fn nests(extent: &Extent) -> bool {
+    let mut loops = extent.loops.clone();
+    loops.sort_unstable_by_key(|l| l.stride);
+    let mut span = extent.run_bytes;
+    loops.iter().filter(|l| l.count > 1).all(|l| {
+        let fits = l.stride >= span;
+        span = l.stride * u64::from(l.count - 1) + span;
+        fits
+    })
 }
 
 /// One side of a piece, for the data plane.

@@ -109,8 +109,11 @@ impl Early {
                         };
                         self.keep(now, key, Message::Abort(Abort { transfer, why }));
                     }
-                    // The receiver's word ends what it asked for.
-                    Some(_) | None => self.stats.dropped += 1,
+                    // The receiver's word ends what it asked for, also if the request comes later.
+                    Some(_) | None => {
+                        self.stats.dropped += 1;
+                        self.decline(now, peer, transfer, "its peer ended it before it began");
+                    }
                 }
                 None
             }
@@ -133,11 +136,19 @@ impl Early {
     pub fn decline(&mut self, now: Time, peer: &PeerId, transfer: TransferId, text: &str) -> Option<Message> {
         let key = (peer.clone(), transfer);
         let said = self.kept.remove(&key);
-        if self.declined.len() < self.config.max_messages {
-            let expires = now + self.config.ttl;
-            self.declined.insert(key, Declined { text: text.to_owned(), expires });
+        if self.declined.len() >= self.config.max_messages {
+            let oldest = self.declined.iter().min_by_key(|(_, declined)| declined.expires).map(|(key, _)| key.clone());
+            oldest.and_then(|oldest| self.declined.remove(&oldest));
         }
+        let expires = now + self.config.ttl;
+        self.declined.insert(key, Declined { text: text.to_owned(), expires });
         said.and_then(|said| negative(transfer, &said.message, text))
+    }
+
+    /// Whether a transfer is over before it began: its peer ended it, or this side declined it.
+    #[must_use]
+    pub fn is_declined(&self, peer: &PeerId, transfer: TransferId) -> bool {
+        self.declined.contains_key(&(peer.clone(), transfer))
     }
 
     /// Who spoke early of a transfer; the first by name if several did.

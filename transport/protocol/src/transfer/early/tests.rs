@@ -112,6 +112,9 @@ fn messages_of_unknown_transfers_have_the_right_answer() {
     early.message(at(0), &alice, grant(1, 4));
     assert_eq!(early.message(at(0), &alice, ended(Verdict::Cancelled)), None);
     assert_eq!(early.take(&alice, id(1)), None, "the receiver ended");
+    assert!(early.is_declined(&alice, id(1)), "the request that may come must hear it");
+    early.peer_down(&alice);
+    assert!(!early.is_declined(&alice, id(1)));
 
     early.message(at(0), &alice, offer(1));
     assert_eq!(early.message(at(0), &alice, ended(Verdict::failed(Reason::NoWord, "x"))), None);
