@@ -104,7 +104,7 @@ fn engine(role: &str, layout: &str, shape: KvShape) -> Engine {
         .expect("memory");
     let shard = Shard::default();
     let transport =
-        open_transport(&config, greeting(&manifest, shard, cache.layout()).expect("it fits")).expect("a port");
+        open_transport(&config, greeting(&config, &manifest, shard, cache.layout()).expect("it fits")).expect("a port");
     let parts =
         PdWorkerParts { config, manifest, shard, cache: cache.clone().into(), metrics: Arc::new(Metrics::new()) };
     let worker = PdWorker::start(parts, transport).expect("a worker");

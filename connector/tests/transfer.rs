@@ -193,3 +193,49 @@ fn an_engines_own_memory_is_used_in_place() {
         hand_over(&mut prefill, &mut decode, 33, 10, 0);
     }
 }
+
+#[test]
+fn a_save_that_comes_after_the_transfers_end_begins_no_new_one() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    let request = fetch("d", 1, 40, prefill.address());
+    let blocks = decode.blocks(0, 40);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    let source = keep("p", 1, 40, Some(peer));
+    let source_blocks = prefill.blocks(0, 40);
+    prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &source_blocks, 0..16);
+    // The consumer goes, and the engine has planned its next step before it hears of that.
+    decode.finish(&request, &blocks, EngineFinish::Aborted);
+    decode.idle_until("the release", |applied| applied.released.len() == 1);
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !prefill.holds_nothing() {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    prefill.prefill_step(&source, &source_blocks, 16..40);
+    let results = prefill.worker.poll();
+    assert_eq!(prefill.scheduler.apply(vec![results]).unwanted, [source.id.clone()]);
+    assert_eq!(prefill.finish(&source, &source_blocks, EngineFinish::Aborted), Hold::Free);
+    prefill.worker.preempted(&[]); // the driver has taken all commands
+    assert!(prefill.holds_nothing());
+    drop(prefill.cache.guard_write(&source_blocks, 0..common::LAYERS).expect("free blocks are nobody's"));
+}
+
+#[test]
+fn peers_that_would_wait_for_each_other_are_refused_by_name() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let other = Setup { order: "prefill-first", ..Setup::prefill() };
+    let (prefill, mut decode) = engines(&other, &Setup::decode(), &make);
+    for round in 0..2 {
+        let request = fetch(&format!("d{round}"), round, 20, prefill.address());
+        let blocks = decode.blocks(0, 20);
+        start_load(&mut decode, &request, &blocks, 0);
+        let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+        let reason = &applied.failed[0].reason;
+        assert!(reason.contains("order"), "{reason}");
+    }
+}

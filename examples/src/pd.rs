@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use kvferry::config::{ConfigError, ConnectorConfig, RawConfig, TransferOrder};
+use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
@@ -37,7 +37,6 @@ pub struct PdNode {
     pub messages: Receiver<(PeerId, Bytes)>,
     /// kvferry, for other threads than the engine's.
     pub connector: PdHandle,
-    order: TransferOrder,
 }
 
 /// Why a node with a connector does not start.
@@ -71,10 +70,10 @@ impl PdNode {
     ) -> Result<Self, PdError> {
         let config = ConnectorConfig::try_from((raw, Incarnation::new(random_bits()? as u64)))?;
         let node = NodeConfig { on_load_failure: config.load_failure_policy(), ..*node };
-        let (order, layerwise) = (config.order(), config.layerwise());
+        let layerwise = config.layerwise();
         let runner = Runner::new(Arc::clone(&model.model), node.cache()).map_err(NodeError::from)?;
         let (manifest, shard, cache) = (manifest_of(model, node.dtype), Shard::default(), runner.cache().clone());
-        let transport = open_transport(&config, greeting(&manifest, shard, cache.layout())?)?;
+        let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
         let metrics = Arc::new(Metrics::new());
         let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport)?;
@@ -86,7 +85,7 @@ impl PdNode {
         let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
         let engine = EngineService::start(scheduler, runner, worker).map_err(NodeError::Thread)?;
-        Ok(Self { engine, metrics, address, messages, connector, order })
+        Ok(Self { engine, metrics, address, messages, connector })
     }
 
     /// Prefills what peers ask for until `stop` is set; blocks the calling thread.
@@ -112,7 +111,6 @@ const REMEMBERED: usize = 8192;
 struct PrefillDesk {
     engine: EngineHandle,
     connector: PdHandle,
-    order: TransferOrder,
     /// Dropping a ticket would cancel its request.
     running: HashMap<TransferId, Ticket>,
     seen: HashSet<TransferId>,
@@ -123,7 +121,7 @@ impl PrefillDesk {
     fn of(node: &PdNode) -> Self {
         let (running, seen, oldest) = Default::default();
         let (engine, connector) = (node.engine.handle(), node.connector.clone());
-        Self { engine, connector, order: node.order, running, seen, oldest }
+        Self { engine, connector, running, seen, oldest }
     }
 
     fn hear(&mut self, peer: &PeerId, message: &[u8]) {
@@ -134,7 +132,8 @@ impl PrefillDesk {
         if !self.remember(ask.transfer) {
             return;
         }
-        let to = (self.order == TransferOrder::PrefillFirst).then(|| peer.clone());
+        // Known from the start, so that its end ends the transfer, whoever speaks first.
+        let to = Some(peer.clone());
         let transfer = ask.transfer;
         let submission = Submission {
             prompt: ask.tokens,

@@ -48,7 +48,8 @@ fn one_byte_flipped_in_flight_is_detected_and_the_request_is_recomputed() {
     let reference = Reference::new(KvDtype::F16);
     let prompt = reference.prompt(300, 1);
     assert_eq!(decode.complete(&prompt, 12).unwrap(), reference.answer(&prompt, 12));
-    assert_eq!(decode.metric("kvferry_digest_mismatches_total", ""), 1.0);
+    // One for each lane that carried as much.
+    assert!(decode.metric("kvferry_digest_mismatches_total", "") >= 1.0);
     assert!(decode.metric("kvferry_recomputed_tokens_total", "") > 0.0);
     decode.wait_until_free("decode");
     prefill.wait_until_free("prefill");
@@ -195,4 +196,33 @@ fn a_restarted_prefill_node_is_a_new_peer_and_serves_again() {
     assert_eq!(decode.metric("kvferry_recomputed_tokens_total", ""), 0.0);
     decode.wait_until_free("decode");
     second.wait_until_free("prefill");
+}
+
+#[test]
+fn clients_that_come_and_go_leave_no_page_held_and_no_step_refused() {
+    let prefill = setup().prefill();
+    let decode = setup().decode(prefill.address());
+    let reference = Reference::new(KvDtype::F16);
+    for round in 0..30 {
+        drop(decode.begin(&reference.prompt(700, round), 12));
+        if round % 5 == 0 {
+            let prompt = reference.prompt(90, 100 + round);
+            assert_eq!(decode.complete(&prompt, 4).unwrap(), reference.answer(&prompt, 4), "round {round}");
+        }
+    }
+    decode.wait_until_free("decode");
+    prefill.wait_until_free("prefill");
+}
+
+#[test]
+fn every_pair_of_block_sizes_carries_all_of_it() {
+    let reference = Reference::new(KvDtype::F16);
+    let prompt = reference.prompt(500, 11);
+    let answer = reference.answer(&prompt, 4);
+    for (from, to) in [(24, 16), (12, 8), (3, 5), (16, 24), (7, 16), (1, 64)] {
+        let prefill = setup().args(&format!("--block {from} --layout LPBNHC")).prefill();
+        let decode = setup().args(&format!("--block {to} --layout BHLPNC")).decode(prefill.address());
+        assert_eq!(decode.complete(&prompt, 4).unwrap(), answer, "{from} to {to}");
+        assert_eq!(decode.metric("kvferry_recomputed_tokens_total", ""), 0.0, "{from} to {to}");
+    }
 }

@@ -39,6 +39,8 @@ pub struct StepMeta {
     pub reading: Vec<RequestId>,
     /// Transfers to end: their request was aborted.
     pub cancels: Vec<Cancel>,
+    /// Loads whose end the scheduler has taken: no later step reads while they land.
+    pub settled: Vec<RequestId>,
 }
 
 /// A transfer to end.
@@ -84,6 +86,9 @@ pub struct Save {
     pub computed: u32,
     /// Tokens in the prompt; the save is the last one when `computed` reaches it.
     pub prompt_tokens: u32,
+    /// Whether this is the request's first save, which begins the transfer. A later one whose transfer is over is void: the
+    /// scheduler has not heard of the end yet.
+    pub first: bool,
 }
 
 /// What one rank reports, worker to scheduler.
@@ -144,7 +149,7 @@ impl StepMeta {
     /// Version of both values; scheduler and workers must agree.
     pub const VERSION: u16 = 1;
 
-    /// Whether there is nothing to do.
+    /// Whether there is nothing to do; what is settled can wait for a later step.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.loads.is_empty() && self.saves.is_empty() && self.reading.is_empty() && self.cancels.is_empty()
@@ -153,7 +158,7 @@ impl StepMeta {
 
 impl Default for StepMeta {
     fn default() -> Self {
-        Self { version: Self::VERSION, loads: vec![], saves: vec![], reading: vec![], cancels: vec![] }
+        Self { version: Self::VERSION, loads: vec![], saves: vec![], reading: vec![], cancels: vec![], settled: vec![] }
     }
 }
 

@@ -97,6 +97,8 @@ label! {
         Unknown = "unknown",
         /// It cannot be decoded.
         Malformed = "malformed",
+        /// Nobody took those before it.
+        Overflow = "overflow",
     }
 }
 

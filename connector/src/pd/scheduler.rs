@@ -160,6 +160,7 @@ impl PdScheduler {
             return;
         }
         let load = self.loads.remove(&id).expect("looked up above");
+        self.next.settled.push(id.clone());
         if load.aborted {
             self.release_if_free(id, applied);
         } else if let Some(failure) = load.failure {
@@ -240,6 +241,7 @@ impl Scheduler for PdScheduler {
             if computed <= keep.computed {
                 continue;
             }
+            let first = keep.computed == 0;
             keep.computed = computed;
             meta.saves.push(Save {
                 request: request.id.clone(),
@@ -248,6 +250,7 @@ impl Scheduler for PdScheduler {
                 blocks: request.blocks.clone(),
                 computed,
                 prompt_tokens: keep.prompt_tokens,
+                first,
             });
         }
         meta

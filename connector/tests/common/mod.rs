@@ -123,7 +123,7 @@ impl Engine {
         let order: LayoutOrder = setup.layout.parse().unwrap();
         let cache = HostKvCache::new(shape, KvDtype::F32, order, Placement::OneRegion).unwrap();
         let (manifest, shard) = (manifest(setup.model), Shard::default());
-        let transport = make(&config, greeting(&manifest, shard, cache.layout()).unwrap());
+        let transport = make(&config, greeting(&config, &manifest, shard, cache.layout()).unwrap());
         let given = if setup.raw {
             let regions: Vec<_> = cache.regions().iter().map(|region| (region.as_ptr(), region.len())).collect();
             // SAFETY: the engine keeps the cache for longer than the worker, and keeps to the rules of loads and saves.

@@ -74,14 +74,23 @@ impl EngineOptions {
 #[derive(Args, Clone, Debug)]
 pub struct LinkOptions {
     /// How KV blocks travel
-    #[arg(long, value_enum, default_value = "tcp")]
-    pub transport: TransportKind,
+    #[arg(long, value_enum)]
+    pub transport: Option<TransportKind>,
     /// Limits what each side sends to so many gigabits a second
     #[arg(long, value_name = "GBPS", value_parser = gbps)]
     pub link_gbps: Option<f64>,
     /// Which side of a transfer speaks first; the same on both sides
-    #[arg(long, value_enum, default_value = "decode-first")]
-    pub order: Order,
+    #[arg(long, value_enum)]
+    pub order: Option<Order>,
+}
+
+impl From<Order> for TransferOrder {
+    fn from(order: Order) -> Self {
+        match order {
+            Order::DecodeFirst => Self::DecodeFirst,
+            Order::PrefillFirst => Self::PrefillFirst,
+        }
+    }
 }
 
 impl LinkOptions {
@@ -98,15 +107,16 @@ impl LinkOptions {
     ) -> Result<RawConfig, ConfigError> {
         let mut raw = file.map_or_else(|| Ok(RawConfig::default()), RawConfig::from_file)?;
         raw.overlay_env(std::env::vars_os())?;
-        raw.engine_id.get_or_insert_with(|| role.to_string());
+        // A name of its own for each node: two of one name would take each other's place at their peers.
+        let chance = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), std::process::id());
+        raw.engine_id.get_or_insert_with(|| format!("{role}-{:08x}", chance as u32));
         raw.role = Some(role.to_string());
-        raw.transport = Some(match self.transport {
-            TransportKind::Tcp => kvferry::config::TransportKind::Tcp.to_string(),
-        });
-        raw.order = Some(match self.order {
-            Order::DecodeFirst => TransferOrder::DecodeFirst.to_string(),
-            Order::PrefillFirst => TransferOrder::PrefillFirst.to_string(),
-        });
+        if let Some(TransportKind::Tcp) = self.transport {
+            raw.transport = Some(kvferry::config::TransportKind::Tcp.to_string());
+        }
+        if let Some(order) = self.order {
+            raw.order = Some(TransferOrder::from(order).to_string());
+        }
         if let Some(listen) = listen {
             raw.listen = Some(listen.to_string());
         }
@@ -184,7 +194,10 @@ mod tests {
                 .split_whitespace(),
         )
         .unwrap();
-        assert_eq!((options.link.order, options.kv_dtype, options.json), (Order::PrefillFirst, KvDtype::Bf16, true));
+        assert_eq!(
+            (options.link.order, options.kv_dtype, options.json),
+            (Some(Order::PrefillFirst), KvDtype::Bf16, true)
+        );
         assert_eq!((options.decode_layout.to_string(), options.decode_block), ("BHLPNC".into(), 7));
         assert_eq!(options.link.link_gbps, Some(2.5));
     }

@@ -5,13 +5,14 @@ use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
+use kvferry::config::TransferOrder;
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
 use super::client::Client;
 use super::{Role, blocks, report};
-use crate::cli::{Order, PairOptions};
+use crate::cli::PairOptions;
 use crate::pd::random_bits;
 
 /// A prefill and a decode node; both are killed when this is dropped, and end by themselves if this process dies.
@@ -108,23 +109,22 @@ fn node(
 ) -> anyhow::Result<Command> {
     let concurrency = options.concurrency.get();
     let mut command = Command::new(program);
-    let order = match options.link.order {
-        Order::DecodeFirst => "decode-first",
-        Order::PrefillFirst => "prefill-first",
-    };
     command
         .arg(role.word())
         .arg("--model")
         .arg(&options.model)
         .args(["--kv-dtype", &options.kv_dtype.to_string(), "--layout", &layout, "--block", &block.to_string()])
         .args(["--blocks", &blocks(longest, block, concurrency).to_string(), "--chunk", &options.chunk.to_string()])
-        .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--order", order, "--exit-with-stdin"])
+        .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--exit-with-stdin"])
         .env("KVFERRY_PSK", key)
         // A comparison waits for a slow model: a load that gave up would only compare the decode node with itself.
         .env("KVFERRY_TRANSFER_DEADLINE_MS", TRANSFER_DEADLINE_MS)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
+    if let Some(order) = options.link.order {
+        command.args(["--order", &TransferOrder::from(order).to_string()]);
+    }
     if let Some(rate) = options.link.link_gbps {
         command.args(["--link-gbps", &rate.to_string()]);
     }

@@ -82,6 +82,7 @@ fn a_load_surfaces_once_when_every_rank_has_spoken() {
     assert_eq!(s.apply(vec![loaded(1)]), Applied::default());
     assert_eq!(s.apply(vec![loaded(1)]), Applied::default(), "a rank that speaks twice counts once");
     assert_eq!(s.apply(vec![loaded(0)]).loaded, [RequestId::new("a")]);
+    assert_eq!(s.build_step(&ScheduledStep::default()).settled, [RequestId::new("a")]);
     assert_eq!(s.apply(vec![loaded(0)]), Applied::default());
     assert_eq!(s.unknown_results(), 2);
 }
@@ -133,8 +134,9 @@ fn an_aborted_load_holds_its_blocks_until_it_ended() {
 fn each_prefill_step_is_saved_once_and_the_request_is_held_until_sent() {
     let mut s = scheduler(1);
     s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
-    assert_eq!(s.build_step(&step("p", 0..20, 2)).saves[0].computed, 20);
-    assert_eq!(s.build_step(&step("p", 20..40, 3)).saves[0].computed, 40);
+    let save = |meta: StepMeta| (meta.saves[0].computed, meta.saves[0].first);
+    assert_eq!(save(s.build_step(&step("p", 0..20, 2))), (20, true));
+    assert_eq!(save(s.build_step(&step("p", 20..40, 3))), (40, false));
     assert!(s.build_step(&step("p", 40..41, 3)).saves.is_empty(), "generated tokens are not the prompt's");
     let hold = s.finished(&RequestId::new("p"), &blocks(3), EngineFinish::Complete);
     assert_eq!(hold, Hold::Until { transfer: TransferId::new(9), blocks: blocks(3) });

@@ -2,6 +2,7 @@
 
 use kvferry_protocol::layout::Shard;
 use kvferry_protocol::manifest::{Manifest, Mismatch, compare};
+use kvferry_protocol::transfer::Order;
 use kvferry_protocol::{PeerId, codec};
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +19,8 @@ pub(super) struct WorkerCard {
     pub(super) layers: u16,
     /// How many KV heads it holds.
     pub(super) heads: u16,
+    /// Who speaks first, as its configuration says.
+    pub(super) order: Order,
 }
 
 /// Why a peer's greeting is refused.
@@ -42,6 +45,18 @@ pub enum Refusal {
         ours: String,
         /// The peer's.
         theirs: String,
+    },
+    /// The two wait for each other to speak.
+    #[error(
+        "{peer} is configured with order {theirs:?}, this worker with {ours:?}; write the same `order` on both sides"
+    )]
+    Order {
+        /// Who.
+        peer: String,
+        /// This worker's.
+        ours: Order,
+        /// The peer's.
+        theirs: Order,
     },
     /// The greeting cannot be read.
     #[error(
@@ -81,6 +96,9 @@ impl WorkerCard {
                 let show = |(first, count): (u16, u16)| format!("{first}..{}", u32::from(first) + u32::from(count));
                 return Err(Refusal::Part { peer: peer.to_string(), axis, ours: show(ours), theirs: show(theirs) });
             }
+        }
+        if self.order != theirs.order {
+            return Err(Refusal::Order { peer: peer.to_string(), ours: self.order, theirs: theirs.order });
         }
         Ok(theirs)
     }

@@ -153,9 +153,7 @@ impl Driver {
                 }
             }
             Command::Decline(peer, transfer, why) => {
-                if let Some(answer) = self.early.decline(self.now(), &peer, transfer, &why) {
-                    self.send(&peer, &answer);
-                }
+                self.decline(&peer, transfer, &why);
             }
             Command::Shutdown(grace, done) => {
                 let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
@@ -184,6 +182,13 @@ impl Driver {
                 }
             }
             Err(error) => tracing::warn!(%peer, message = message.name(), %error, "message cannot be encoded"),
+        }
+    }
+
+    /// Tells a peer, now or when it asks, that a transfer will not be.
+    pub(super) fn decline(&mut self, peer: &PeerId, transfer: TransferId, why: &str) {
+        if let Some(answer) = self.early.decline(self.now(), peer, transfer, why) {
+            self.send(peer, &answer);
         }
     }
 

@@ -76,10 +76,17 @@ impl Driver {
             }
         }
         // A peer that has another key, or sent us away, will do so again: what waits for it need not wait for its deadline.
-        let refused = matches!(reason, TransportError::Authentication { .. } | TransportError::Disconnected { .. });
-        if let (true, Some(address)) = (refused, address) {
-            self.board.metrics.peers_refused_total.at(RefusalReason::Key).add(1);
-            self.refused(address, &reason.to_string());
+        let Some(address) = address else { return };
+        match reason {
+            // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
+            TransportError::Authentication { .. } if self.peers.distrust(address) => {
+                self.board.metrics.peers_refused_total.at(RefusalReason::Key).add(1);
+                self.refused(address, &reason.to_string());
+            }
+            TransportError::Disconnected { .. } | TransportError::Ended { .. } => {
+                self.refused(address, &reason.to_string());
+            }
+            _ => {}
         }
     }
 
@@ -121,6 +128,7 @@ impl Driver {
     fn session_message(&self, peer: PeerId, message: Message) {
         if let Message::Engine(bytes) = message {
             if self.messages.try_send((peer, Bytes::from(bytes.into_vec()))).is_err() {
+                self.board.metrics.messages_dropped_total.at(DropReason::Overflow).add(1);
                 tracing::warn!("an engine message was dropped: the engine does not take them");
             }
         } else {

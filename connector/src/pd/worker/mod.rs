@@ -132,11 +132,21 @@ enum Command {
 ///
 /// # Errors
 /// [`ConnectorError::Caches`] if the shape is not the manifest's.
-pub fn greeting(manifest: &Manifest, shard: Shard, layout: &KvLayout) -> Result<Bytes, ConnectorError> {
-    Ok(card(manifest, shard, layout)?.encode().into())
+pub fn greeting(
+    config: &ConnectorConfig,
+    manifest: &Manifest,
+    shard: Shard,
+    layout: &KvLayout,
+) -> Result<Bytes, ConnectorError> {
+    Ok(card(config, manifest, shard, layout)?.encode().into())
 }
 
-fn card(manifest: &Manifest, shard: Shard, layout: &KvLayout) -> Result<WorkerCard, ConnectorError> {
+fn card(
+    config: &ConnectorConfig,
+    manifest: &Manifest,
+    shard: Shard,
+    layout: &KvLayout,
+) -> Result<WorkerCard, ConnectorError> {
     let shape = layout.shape();
     let end = |first: u16, count: u16| u32::from(first) + u32::from(count);
     let refuse = |problem: String| Err(ConnectorError::Caches { problem });
@@ -158,6 +168,7 @@ fn card(manifest: &Manifest, shard: Shard, layout: &KvLayout) -> Result<WorkerCa
         shard,
         layers: shape.layers,
         heads: shape.heads,
+        order: config.order().into(),
     })
 }
 
@@ -169,7 +180,7 @@ impl PdWorker {
     /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
     /// registered.
     pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
-        let card = card(&parts.manifest, parts.shard, parts.cache.layout())?;
+        let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
         crate::raw::register(&*transport, &parts.cache)?;
         let tp_rank = parts.config.peer().tp_rank;
         let caches = Caches::new(parts.cache, parts.shard);
@@ -272,6 +283,7 @@ impl Worker for PdWorker {
             return Err(BadStep { found: meta.version }.into());
         }
         self.step.begin(&meta);
+        meta.settled.iter().for_each(|request| self.board.progress.forget(request));
         for load in meta.loads {
             // Known to `wait_layer` from here on, whenever the driver gets to it.
             self.board.progress.begin(&load.request, self.step.layers());

@@ -11,6 +11,8 @@ pub(super) struct Peers {
     up: BTreeMap<PeerId, Session>,
     by_address: BTreeMap<PeerAddress, PeerId>,
     dialled: BTreeSet<PeerAddress>,
+    /// Addresses that failed their last handshake.
+    doubtful: BTreeSet<PeerAddress>,
 }
 
 #[derive(Debug)]
@@ -30,10 +32,16 @@ impl Peers {
         self.dialled.remove(&address);
     }
 
+    /// An address failed a handshake; returns whether it did the time before, too.
+    pub(super) fn distrust(&mut self, address: PeerAddress) -> bool {
+        !self.doubtful.insert(address)
+    }
+
     /// A session came up and was accepted.
     pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64) {
         if let Some(address) = address {
             self.by_address.insert(address, peer.clone());
+            self.doubtful.remove(&address);
         }
         self.up.insert(peer, Session { number, address });
     }

@@ -77,8 +77,7 @@ impl Driver {
         let (peer, (key, plan)) = match (entry.peer.clone(), planned) {
             (Some(peer), Ok((window, plan))) => (peer, (window.key, plan)),
             (_, Err(problem)) => {
-                tracing::warn!(%transfer, %rect, problem, "write cannot be planned");
-                return self.posted(write, PostOutcome::Lost);
+                return self.lost(write, &format!("{rect} cannot be planned: {problem}"));
             }
             (None, _) => return self.posted(write, PostOutcome::Lost),
         };
@@ -150,10 +149,7 @@ impl Driver {
         }
         match make_write(write, pending, plan, slab, digest) {
             Ok(request) => self.posting.ready.push_back((write, request)),
-            Err(problem) => {
-                tracing::warn!(transfer = %write.transfer, problem, "write cannot be made");
-                self.posted(write, PostOutcome::Lost);
-            }
+            Err(problem) => self.lost(write, &format!("a write cannot be made: {problem}")),
         }
     }
 
@@ -175,9 +171,13 @@ impl Driver {
                     self.posting.ready.push_front((write, error.write));
                     false
                 }
-                reason => {
-                    tracing::debug!(transfer = %write.transfer, %reason, "write was not posted");
+                // The session's end is on its way.
+                TransportError::NotConnected { .. } => {
                     self.posted(write, PostOutcome::Lost);
+                    true
+                }
+                reason => {
+                    self.lost(write, &format!("a write was not posted: {reason}"));
                     true
                 }
             },
@@ -196,12 +196,21 @@ impl Driver {
                 }
                 PostOutcome::Taken
             }
+            // Nothing else will tell the receiver: the session goes on.
+            Err(error @ TransportError::Refused { .. }) => return self.lost(write, &error.to_string()),
             Err(error) => {
                 tracing::debug!(transfer = %write.transfer, %error, "write was lost");
                 PostOutcome::Lost
             }
         };
         self.posted(write, outcome);
+    }
+
+    /// A write that this side cannot make, or the receiver will not take: the transfer fails with the reason.
+    fn lost(&mut self, write: WriteKey, problem: &str) {
+        tracing::warn!(transfer = %write.transfer, problem, "write failed");
+        self.posted(write, PostOutcome::Lost);
+        self.with_sending(write.transfer, |entry, now| entry.machine.fail(now, problem));
     }
 
     /// A write ended: its machine hears of it once.

@@ -129,7 +129,7 @@ impl Driver {
     /// Begins a load.
     pub(super) fn load(&mut self, load: Load) {
         if load.tokens.is_empty() {
-            return self.decline(&load);
+            return self.nothing_to_load(&load);
         }
         let began = self.now();
         match self.receiving(&load, began) {
@@ -199,7 +199,7 @@ impl Driver {
     }
 
     /// Everything is here already: the prefill side, if it was asked by somebody else, may let go.
-    fn decline(&mut self, load: &Load) {
+    fn nothing_to_load(&mut self, load: &Load) {
         self.dial(load.from);
         if let Some((peer, _)) = self.peers.at(load.from) {
             let ended = kvferry_protocol::message::Ended { transfer: load.transfer, verdict: Verdict::Done };

@@ -64,24 +64,33 @@ impl Driver {
             entry.blocks = save.blocks;
             return;
         }
+        if !save.first {
+            return; // It ended while the engine computed; the report is on its way to the scheduler.
+        }
+        let peer = save.to.clone().or_else(|| self.early.peer_of(save.transfer).cloned());
+        if peer.as_ref().is_some_and(|peer| self.early.is_declined(peer, save.transfer)) {
+            // The receiver gave up before its turn came.
+            self.board.results().sent.push(save.request);
+            return;
+        }
         let began = self.now();
         let entry = match self.sending(&save, began) {
             Ok(entry) => entry,
             Err(problem) => {
                 tracing::warn!(request = %save.request, transfer = %save.transfer, problem, "transfer refused");
                 self.board.results().sent.push(save.request);
+                if let Some(peer) = peer {
+                    self.decline(&peer, save.transfer, &problem);
+                }
                 return;
             }
         };
         self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(1);
         self.sending.insert(save.transfer, entry);
         self.count_live();
-        match save.to {
+        match peer {
             Some(peer) => self.begin_with(save.transfer, peer),
-            None => match self.early.peer_of(save.transfer).cloned() {
-                Some(peer) => self.begin_with(save.transfer, peer),
-                None => self.turn(save.transfer, Side::Sending),
-            },
+            None => self.turn(save.transfer, Side::Sending),
         }
     }
 
@@ -130,7 +139,11 @@ impl Driver {
         }
         match session {
             Some(session) => self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session)),
-            None => self.turn(transfer, Side::Sending),
+            // It asked in a session that is gone: it may come back, within the time that a peer may be away.
+            None => {
+                self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, 0));
+                self.with_sending(transfer, |entry, now| entry.machine.peer_down(now));
+            }
         }
         if let Some(early) = early {
             self.with_sending(transfer, |entry, now| entry.machine.message(now, early));

@@ -25,8 +25,8 @@ impl SlabPool {
         Arc::new(Self { slab_bytes, limit: limit.max(1), state: Mutex::default() })
     }
 
-    /// A slab of `bytes`, or `None` while all are in use. A write larger than a slab gets memory of its own size, once, if no
-    /// other slab is out: it must be possible to send it at all.
+    /// A slab of `bytes`, or `None` while all are in use. A write larger than a slab (one block of all layers may be) gets memory
+    /// of its own size in place of a slab, since it must be possible to send it at all.
     pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Option<PooledSlab> {
         let mut state = self.state.lock().expect("no panic happens under this lock");
         let buffer = match state.free.pop() {

@@ -163,6 +163,7 @@ mod tests {
             blocks: vec![],
             computed,
             prompt_tokens: 100,
+            first: true,
         };
         StepMeta { saves: vec![save], ..StepMeta::default() }
     }
