@@ -80,7 +80,7 @@ fn nests(extent: &Extent) -> bool {
     let mut span = extent.run_bytes;
     loops.iter().filter(|l| l.count > 1).all(|l| {
         let fits = l.stride >= span;
-        span = l.stride * u64::from(l.count - 1) + span;
+        span += l.stride * u64::from(l.count - 1);
         fits
     })
 }
