@@ -217,7 +217,7 @@ fn a_save_that_comes_after_the_transfers_end_begins_no_new_one() {
     }
     prefill.prefill_step(&source, &source_blocks, 16..40);
     let results = prefill.worker.poll();
-    assert_eq!(prefill.scheduler.apply(vec![results]).unwanted, [source.id.clone()]);
+    assert_eq!(prefill.scheduler.apply(vec![results]).unwanted, std::slice::from_ref(&source.id));
     assert_eq!(prefill.finish(&source, &source_blocks, EngineFinish::Aborted), Hold::Free);
     prefill.worker.preempted(&[]); // the driver has taken all commands
     assert!(prefill.holds_nothing());
