@@ -35,15 +35,16 @@ struct Held {
 pub(crate) fn run(shared: &Arc<Shared>, faults: FaultPlan) {
     let mut mover = Mover { dice: Dice::new(faults), held: Vec::new(), scratch: Vec::new() };
     loop {
-        let next_try = reach(shared);
-        let ends: Vec<_> = {
+        {
             let mut state = shared.lock();
             if state.is_stopping {
                 return;
             }
+            // Before anything is looked at: what changes from here on wakes the thread again.
             state.is_woken = false;
-            state.ends.values().cloned().collect()
-        };
+        }
+        let next_try = reach(shared);
+        let ends: Vec<_> = shared.lock().ends.values().cloned().collect();
         let mut is_idle = true;
         for end in &ends {
             is_idle &= !deliver_messages(end);
