@@ -226,3 +226,20 @@ fn every_pair_of_block_sizes_carries_all_of_it() {
         assert_eq!(decode.metric("kvferry_recomputed_tokens_total", ""), 0.0, "{from} to {to}");
     }
 }
+
+#[test]
+fn two_decode_nodes_without_names_share_one_prefill_node() {
+    let prefill = setup().prefill();
+    let nodes = [setup().decode(prefill.address()), setup().decode(prefill.address())];
+    let reference = Reference::new(KvDtype::F16);
+    for round in 0..6 {
+        let prompt = reference.prompt(40, round);
+        let node = &nodes[round as usize % 2];
+        assert_eq!(node.complete(&prompt, 4).unwrap(), reference.answer(&prompt, 4));
+    }
+    for node in &nodes {
+        assert_eq!(node.metric("kvferry_recomputed_tokens_total", ""), 0.0);
+        node.wait_until_free("decode");
+    }
+    prefill.wait_until_free("prefill");
+}
