@@ -1,9 +1,8 @@
 //! Goodput of scattered blocks over TCP, beside a raw socket pair that moves the same bytes in the same run.
 //!
 //! Both are in one process: the transport with its own threads, the raw pair with a sender and a receiver thread per connection
-//! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers
-//! unless told otherwise). They take
-//! turns; the ratio is the median of the rounds' ratios, so that what else the machine does weighs on both alike.
+//! (blocking writev of a table and 1 MiB of blocks, blocking readv straight into place, 128 KiB socket buffers unless told
+//! otherwise). They take turns; the ratio is the median of the rounds' ratios, so that what else the machine does weighs on both alike.
 //!
 //! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N] [--only 1|2]
 //! [--link-gbps N] [--buffer-kib N] [--raw-buffer-kib N]`

@@ -369,7 +369,7 @@ impl Deadlines {
     }
 }
 
-/// Threads that gather and digest. Two keep a mover busy while the other waits for memory; more would take cores from compute.
+/// Threads that gather and digest; more would take cores from the model. An estimate: no bench has compared counts yet.
 const MOVERS: usize = 2;
 /// Messages that may wait for their request.
 const EARLY_MESSAGES: usize = 1024;

@@ -258,5 +258,5 @@ impl Sending {
     }
 }
 
-/// Writes of one transfer that are under way at once: one on the wire, one acknowledged, and as many being packed.
+/// Writes of one transfer that are under way at once, from packing to acknowledgement. An estimate, not tuned yet.
 const POSTS_IN_FLIGHT: NonZeroU32 = NonZeroU32::new(8).unwrap();
