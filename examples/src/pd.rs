@@ -141,7 +141,7 @@ impl PrefillDesk {
             sampling: crate::engine::Sampling::Greedy,
             ends: Vec::new(),
             keep_first_logits: false,
-            transfer: Some(TransferParams::Keep { transfer, to }),
+            transfer: Some(TransferParams::Keep { transfer, to, readers: 1 }),
         };
         match self.engine.submit_blocking(submission) {
             Ok(ticket) => {
@@ -192,7 +192,7 @@ impl Router for PrefillRouter {
         let refuse = |problem: String| RouteError { problem };
         let transfer = TransferId::new(random_bits().map_err(|error| refuse(error.to_string()))?);
         let ask = Ask { transfer, tokens: prompt.to_vec() }.encode().map_err(|error| refuse(error.to_string()))?;
-        Ok(Some(TransferParams::Fetch { transfer, from: PeerAddress::Tcp(self.prefill), ask }))
+        Ok(Some(TransferParams::Fetch { transfer, from: vec![PeerAddress::Tcp(self.prefill)], ask }))
     }
 }
 

@@ -13,6 +13,8 @@ mod card;
 mod driver;
 mod events;
 mod jobs;
+mod leases;
+mod loading;
 mod peers;
 mod posting;
 mod progress;
@@ -30,7 +32,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, Shard};
+use kvferry_protocol::layout::{KvLayout, Shard, heads_of};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -56,7 +58,7 @@ pub struct PdWorkerParts {
     pub config: ConnectorConfig,
     /// What the KV cache is; compared with each peer's, field by field.
     pub manifest: Manifest,
-    /// Which layers and heads of the model this worker holds.
+    /// Which layers and heads of the model this worker holds: the heads of its `tp_rank` in `tp_size`.
     pub shard: Shard,
     /// The KV cache: kvferry's own, or the engine's memory.
     pub cache: KvCache,
@@ -156,9 +158,14 @@ fn card(
             shard.first_layer, shape.layers, manifest.layers
         ));
     }
-    if end(shard.first_head, shape.heads) > manifest.kv_heads.into() {
+    let (tp_rank, tp_size) = (config.peer().tp_rank, config.tp_size().get());
+    let heads = match heads_of(tp_rank, tp_size, manifest.kv_heads) {
+        Ok(heads) => heads,
+        Err(error) => return refuse(format!("{error}: tp_size is {tp_size}")),
+    };
+    if (shard.first_head, shape.heads) != (heads.start, heads.len() as u16) {
         return refuse(format!(
-            "heads from {} on, {} of them, but the model has {}",
+            "heads from {} on, {} of them, but tp_rank {tp_rank} of {tp_size} holds {heads:?} of the model's {}",
             shard.first_head, shape.heads, manifest.kv_heads
         ));
     }
@@ -168,6 +175,7 @@ fn card(
         shard,
         layers: shape.layers,
         heads: shape.heads,
+        tp_size,
         order: config.order().into(),
     })
 }
