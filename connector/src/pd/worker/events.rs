@@ -30,6 +30,7 @@ impl Driver {
         tracing::info!(%peer, session, "peer is up");
         self.bury_predecessors(&peer);
         self.peers.up(peer.clone(), address, session, &card);
+        self.board.reached().extend(address);
         for (transfer, _) in self.transfers_where(|entry| entry.waits_for(&peer, address), |_| false) {
             self.attach(transfer, &peer, session);
         }
@@ -82,6 +83,7 @@ impl Driver {
         }
         // A peer that has another key, or sent us away, will do so again: what waits for it need not wait for its deadline.
         let Some(address) = address else { return };
+        self.board.reached().remove(&address);
         match reason {
             // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
             TransportError::Authentication { .. } if self.peers.distrust(address) => {
