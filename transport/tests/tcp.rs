@@ -70,6 +70,19 @@ fn a_write_cancelled_by_its_sender_ends_at_the_receiver_too() {
 }
 
 #[test]
+fn a_peer_that_asks_without_end_and_reads_no_answer_is_sent_away() {
+    let mut b = node("b", config(), 64);
+    let mut raw = RawPeer::join(&mut b, "asks");
+    raw.control.set_write_timeout(Some(PATIENCE)).unwrap();
+    let pings = FrameHeader::empty(FrameKind::Ping).encode(VERSION).repeat(1 << 14);
+    // The answers to this would be 256 MiB.
+    let sent = (0..256).take_while(|_| raw.control.write_all(&pings).is_ok()).count();
+    assert!(sent < 256, "it listened to the end");
+    let Event::Down { reason, .. } = b.wait_down(&peer("asks", 1)) else { unreachable!("wait_down gives Down") };
+    assert!(matches!(reason, TransportError::Limit { .. }), "{reason}");
+}
+
+#[test]
 fn a_peer_with_another_key_is_refused_on_both_sides() {
     let mut a = node_with_key("a", config(), 64, ClusterKey::new(&[8; 32]).unwrap());
     let mut b = node("b", config(), 64);
