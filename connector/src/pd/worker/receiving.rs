@@ -159,6 +159,8 @@ impl Driver {
         if self.receiving.len() >= limit {
             return Err(format!("{limit} transfers are under way; raise max_transfers or send less"));
         }
+        // It is sent when a session is up; what can never be sent is refused now, not when the deadline is over.
+        EngineBytes::new(load.ask.to_vec()).map_err(|error| format!("the request to the prefill engine: {error}"))?;
         let layers = self.caches.layers();
         let wanted = Rect::new(load.tokens.clone(), layers.clone()).map_err(|error| error.to_string())?;
         let guards = self.caches.guard_write(&load.blocks, layers.clone())?;
