@@ -264,3 +264,29 @@ fn the_longest_question_arrives_and_a_longer_one_fails_at_once() {
         }
     }
 }
+
+#[test]
+fn another_stage_of_an_engines_pipeline_is_not_its_restart() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    let stage = Engine::new(&Setup { incarnation: 2, extra: "pp_rank = 1", ..Setup::prefill() }, &make);
+    let request = fetch("d", 1, 20, prefill.address());
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    decode.worker.handle().connect(stage.address()).unwrap();
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while decode.metrics.snapshot().sessions_live < 2 {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    let source = keep("p", 1, 20, Some(peer));
+    let source_blocks = prefill.blocks(0, 20);
+    prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &source_blocks, 0..20);
+    decode.idle_until("the load", |applied| {
+        assert!(applied.failed.is_empty(), "{applied:?}");
+        !applied.loaded.is_empty()
+    });
+}
