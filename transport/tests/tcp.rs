@@ -10,14 +10,16 @@ use bytes::Bytes;
 use common::{
     KEY, RawPeer, VERSION, address, config, dialler, head, identity, key, node, node_with_key, shake, stream_to,
 };
-use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::{
     Challenge, ClusterKey, Declined, Dialler, FrameHeader, FrameKind, HandshakeError, Introduction, Refusal, VERSIONS,
     Verdict, VersionRange,
 };
+use kvferry_protocol::{PeerId, RegionId};
 use kvferry_transport::testing::{Node, PATIENCE, Proxy, ProxyPlan, peer};
-use kvferry_transport::{Event, GrantKey, PeerAddress, Source, TcpConfigFile, TransportError, Write};
+use kvferry_transport::{
+    Event, GrantKey, PeerAddress, Source, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError, Write,
+};
 
 const MIB: usize = 1 << 20;
 
@@ -421,4 +423,39 @@ fn a_recorded_proof_is_worth_nothing_to_another_listener_nonce() {
         recorded = proof;
     }
     assert_ne!(recorded, KEY);
+}
+
+#[test]
+fn an_older_start_that_was_away_meanwhile_does_not_replace_the_newer_one() {
+    let mut b = node("b", config(), 64);
+    let mut old = start(1);
+    let proxy = Proxy::new(address(&b), ProxyPlan::default());
+    old.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
+    b.wait_up(&peer("a", 1));
+    old.wait_up(&b.peer);
+    // Its host is cut off, so its engine is started elsewhere; then the host comes back.
+    proxy.set_plan(ProxyPlan { cut_after_bytes: Some(1), ..ProxyPlan::default() });
+    proxy.cut_all();
+    b.wait_down(&peer("a", 1));
+    let new = start(2);
+    new.transport.connect(&b.transport.local_address()).unwrap();
+    b.wait_up(&peer("a", 2));
+    old.wait_down(&b.peer);
+    proxy.set_plan(ProxyPlan::default());
+    let is_judged = |event: &Event| match event {
+        Event::Up { .. } => true,
+        Event::Down { reason, .. } => matches!(reason, TransportError::Ended { .. }),
+        _ => false,
+    };
+    let judged = old.wait("Up or a refusal", is_judged);
+    assert!(matches!(judged, Event::Down { .. }), "{judged:?}");
+    assert!(!b.drain().iter().any(|event| matches!(event, Event::Down { peer: Some(_), .. })), "the newer one stays");
+}
+
+/// The engine `a`, started for the `incarnation`-th time.
+fn start(incarnation: u64) -> Node {
+    let bind = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
+        Box::new(Tcp::bind(TcpConfig::try_from(config()).unwrap(), key(), peer, greeting).unwrap())
+    };
+    Node::new(&bind, peer("a", incarnation), 64)
 }
