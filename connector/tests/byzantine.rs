@@ -5,19 +5,32 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Engine, HEADS, LAYERS, PATIENCE, Setup, keep};
+use common::{Engine, HEADS, LAYERS, PATIENCE, Setup, fetch, keep, start_load};
 use kvferry::config::ConnectorConfig;
 use kvferry::contract::Scheduler;
-use kvferry_protocol::layout::{RawWindow, WindowShape};
-use kvferry_protocol::message::{Grant, Message, Missing, OpaqueKey, Renew, WindowBytes};
+use kvferry_protocol::digest::Digest;
+use kvferry_protocol::layout::{RawWindow, Shard, WindowShape};
+use kvferry_protocol::message::{Grant, Message, Missing, OpaqueKey, Renew, WindowBytes, Wrote};
+use kvferry_protocol::pages::Extent;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{EngineId, Generation, Incarnation, PeerId, PpRank, TpRank, TransferId, codec};
-use kvferry_transport::{Event, FaultPlan, GrantKey, LoopbackConfig, LoopbackNetwork, Transport};
+use kvferry_transport::{
+    Event, FaultPlan, GrantKey, LoopbackConfig, LoopbackNetwork, PeerAddress, Slab, Source, Transport, Write,
+};
 
 /// A transport without a connector, that says what it likes.
 struct Liar {
     transport: Arc<dyn Transport>,
     waiting: Vec<Event>,
+}
+
+#[derive(Debug)]
+struct Bytes(Vec<u8>);
+
+impl Slab for Bytes {
+    fn bytes(&self) -> &[u8] {
+        &self.0
+    }
 }
 
 /// What the connector puts into a Grant for each window.
@@ -38,6 +51,10 @@ impl Liar {
         Self { transport: transport.into_inner().unwrap(), waiting: Vec::new() }
     }
 
+    fn address(&self) -> PeerAddress {
+        self.transport.local_address()
+    }
+
     fn wait<T>(&mut self, mut wanted: impl FnMut(&Event) -> Option<T>) -> T {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -51,6 +68,76 @@ impl Liar {
             self.transport.poll(&mut self.waiting, Duration::from_millis(10));
         }
     }
+
+    fn wait_grant(&mut self) -> (PeerId, Grant, Windows) {
+        self.wait(|event| {
+            let Event::Message { peer, message } = event else { return None };
+            let Ok(Message::Grant(grant)) = codec::decode(message) else { return None };
+            let windows = codec::decode_value("windows", grant.window.as_slice()).unwrap();
+            Some((peer.clone(), grant, windows))
+        })
+    }
+
+    fn write(&self, peer: &PeerId, key: GrantKey, wrote: &Wrote, extents: Vec<Extent>, bytes: Vec<u8>) {
+        let notification = codec::encode_wrote(1, wrote).unwrap().into();
+        let source = Source::Packed(Arc::new(Bytes(bytes)));
+        self.transport
+            .post(peer, Write { grant: key, sequence: wrote.sequence, extents, source, notification })
+            .unwrap();
+    }
+}
+
+#[test]
+fn nothing_changes_under_a_guard_once_a_layer_is_verified() {
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::prefill());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    // One block of four tokens, layers outside planes inside the block: layer 0 is the window's first stretch.
+    let mut decode = Engine::new(&Setup { layout: "BLPNHC", ..Setup::decode() }, &make);
+    let request = fetch("d", 1, 4, liar.address());
+    let blocks = decode.blocks(0, 4);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, grant, windows) = liar.wait_grant();
+    let (key, _, shape) = &windows[0];
+    let layer_bytes = shape.bytes() / u64::from(LAYERS);
+    // Layer 0 as it should be: zeros, whose digest the receiver's own memory tells.
+    let digest_of = |engine: &Engine, layers: std::ops::Range<u16>| -> Digest {
+        use kvferry_kernels::copy::{self, RegionTable};
+        use kvferry_protocol::layout::{CacheView, Selection};
+        let regions = engine.cache.regions().iter().map(|region| (region.as_ptr(), region.len())).collect();
+        // SAFETY: the cache is alive; this is a test.
+        let table = unsafe { RegionTable::new(regions) };
+        let view =
+            CacheView { layout: engine.cache.layout(), shard: Shard::default(), blocks: &blocks, first_token: 0 };
+        copy::digest(&view, &Selection { layers, heads: 0..HEADS, tokens: 0..4 }, &table).unwrap()
+    };
+    let transfer = grant.transfer;
+    let generation: Generation = grant.generation;
+    let wrote = |sequence, layers: std::ops::Range<u16>, digest| Wrote {
+        transfer,
+        generation,
+        sequence,
+        rect: Rect::new(0..4, layers).unwrap(),
+        digest,
+    };
+    let good = digest_of(&decode, 0..1);
+    let first = Extent::contiguous(0, layer_bytes);
+    liar.write(&peer, *key, &wrote(0, 0..1, good), vec![first.clone()], vec![0; layer_bytes as usize]);
+    // The engine may run: layer 0 is verified.
+    decode.idle_until("the start", |applied| !applied.loaded.is_empty());
+    let guard = decode.cache.guard_read(&blocks, 0..1).unwrap();
+    let before = digest_of(&decode, 0..1);
+    assert_eq!(before, good);
+    // The liar writes layer 0 once more, and says that it was the others. Their bytes are what it never sent.
+    let rest = digest_of(&decode, 1..2);
+    liar.write(&peer, *key, &wrote(1, 1..2, rest), vec![first], vec![0xff; layer_bytes as usize]);
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_millis(500) {
+        assert_eq!(digest_of(&decode, 0..1), good, "bytes changed under a read guard, after they were verified");
+    }
+    drop(guard);
 }
 
 #[test]
