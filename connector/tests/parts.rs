@@ -1,6 +1,5 @@
 //! Engines of n and m tensor-parallel ranks: every rank gets the heads that it holds, from whoever holds them.
 
-#[expect(dead_code, reason = "this test needs less of it than others")]
 mod common;
 mod group;
 

@@ -1,4 +1,5 @@
 //! An engine without a model: it stores keys that say where they belong, step by step, through the contract.
+#![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses a part of it")]
 
 use std::num::NonZeroU32;
 use std::ops::Range;

@@ -104,12 +104,8 @@ impl Shared {
             if state.superseded.contains(peer) {
                 return;
             }
-            let old: Vec<_> =
-                state.ends.values().filter(|end| is_other_start(&end.remote.peer, peer)).cloned().collect();
-            for end in &old {
-                state.superseded.add(end.remote.peer.clone());
-            }
-            old
+            state.superseded.meet(peer);
+            state.ends.values().filter(|end| is_other_start(&end.remote.peer, peer)).cloned().collect()
         };
         for end in old {
             let reason = format!("{peer} replaced it");

@@ -53,7 +53,9 @@ impl Driver {
     fn bury_predecessors(&mut self, peer: &PeerId) {
         let older = |known: Option<&PeerId>| {
             known.is_some_and(|known| {
-                known.engine == peer.engine && known.tp_rank == peer.tp_rank && known.incarnation != peer.incarnation
+                let (theirs, new) =
+                    ((&known.engine, known.pp_rank, known.tp_rank), (&peer.engine, peer.pp_rank, peer.tp_rank));
+                theirs == new && known.incarnation != peer.incarnation
             })
         };
         for (transfer, side) in

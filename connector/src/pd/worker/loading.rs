@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::layout::sources_of;
-use kvferry_protocol::message::{Message, Verdict};
+use kvferry_protocol::message::{self, EngineBytes, Message, Verdict};
 use kvferry_protocol::transfer::{Coverage, Receiver, ReceiverConfig, Rect};
-use kvferry_protocol::{BlockId, TpRank, TransferId, message};
+use kvferry_protocol::{BlockId, TpRank, TransferId};
 
 use super::driver::{Driver, Side};
 use super::progress::Ended;
@@ -139,6 +139,8 @@ impl Driver {
         if self.receiving.len() + parts.len() > limit {
             return Err(format!("{limit} transfers are under way; raise max_transfers or send less"));
         }
+        // It is sent when a session is up; what can never be sent is refused now, not when the deadline is over.
+        EngineBytes::new(load.ask.clone()).map_err(|error| format!("the request to the prefill engine: {error}"))?;
         let layers = self.caches.layers();
         let wanted = Rect::new(load.tokens.clone(), layers.clone()).map_err(|error| error.to_string())?;
         let guards = self.caches.guard_write(&load.blocks, layers.clone())?;

@@ -1,6 +1,5 @@
 //! One part of what is kept for a decode engine: the transfer to one of its ranks. Performs what its machine asks for, and ends it.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use kvferry_kernels::PageGuards;
@@ -33,8 +32,8 @@ pub(super) struct Sending {
     pub(super) blocks: Vec<BlockId>,
     /// Read guards over what was handed to the machine, until the lease is released.
     guards: Vec<PageGuards>,
-    /// The windows of each grant that was adopted.
-    windows: BTreeMap<Generation, Vec<GrantedWindow>>,
+    /// The windows of the grant in use. A post is planned when its machine asks for it, so no other grant's are looked up again.
+    windows: Option<(Generation, Vec<GrantedWindow>)>,
     began: Time,
     /// When the first write was asked for, and when the engine handed over the last part.
     first_post: Option<Time>,
@@ -64,7 +63,7 @@ impl Sending {
             over: false,
             blocks: save.blocks.clone(),
             guards: Vec::new(),
-            windows: BTreeMap::new(),
+            windows: None,
             began,
             first_post: None,
             last_computed: began,
@@ -84,7 +83,8 @@ impl Sending {
         generation: Generation,
         rect: Rect,
     ) -> Result<(&GrantedWindow, CopyPlan), String> {
-        let windows = self.windows.get(&generation).ok_or("the grant's windows are not known")?;
+        let windows = self.windows.as_ref().filter(|(of, _)| *of == generation).map(|(_, windows)| windows);
+        let windows = windows.ok_or("the grant's windows are not known")?;
         let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
         let (layout, blocks) = (window.shape.layout(), window.shape.block_ids());
         let source = CacheView { layout: caches.layout(), shard: caches.shard(), blocks: &self.blocks, first_token: 0 };
@@ -235,7 +235,7 @@ impl Sending {
     fn adopt(&mut self, grant: &Grant) {
         match Windows::decode(&grant.window) {
             Ok(windows) => {
-                self.windows.insert(grant.generation, windows);
+                self.windows = Some((grant.generation, windows));
             }
             Err(problem) => tracing::warn!(transfer = %grant.transfer, problem, "a grant's windows cannot be read"),
         }

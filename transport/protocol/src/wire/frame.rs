@@ -5,8 +5,8 @@ use crate::wire::hello::MAGIC;
 use crate::wire::identity::Reader;
 use crate::wire::table::MAX_NOTIFICATION_BYTES;
 
-/// The longest control message, in bytes.
-pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
+/// The longest control message, in bytes: as long as the codec makes them.
+pub const MAX_MESSAGE_BYTES: usize = crate::codec::MAX_MESSAGE_BYTES;
 
 /// The longest reason in a goodbye, in bytes.
 pub const MAX_GOODBYE_BYTES: usize = 512;
