@@ -8,7 +8,7 @@ use kvferry_protocol::layout::window_pages;
 use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Verdict};
 use kvferry_protocol::transfer::{GrantRefusal, InputError, Receiver, ReceiverEnd, ReceiverOutput, Rect, Time};
 use kvferry_protocol::{Generation, PeerId, TpRank, TransferId};
-use kvferry_transport::{GrantKey, PeerAddress, Transport};
+use kvferry_transport::{PeerAddress, Transport};
 
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
@@ -37,7 +37,7 @@ pub(super) struct Receiving {
     /// The load was told of the end, and nothing of this part touches the pages; only the machine's last words are left.
     pub(super) over: bool,
     /// The transport's grants of each generation.
-    grants: BTreeMap<Generation, Vec<GrantKey>>,
+    grants: BTreeMap<Generation, Vec<GrantedWindow>>,
     /// Digests that are with a mover.
     verifying: usize,
     /// The end, while it waits for the movers to let go of the pages.
@@ -123,11 +123,30 @@ impl Receiving {
         let (layout, shard) = (caches.layout(), caches.shard());
         let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
         let (shape, pages) = window.map_err(|error| GrantRefusal::Impossible(error.to_string()))?;
-        match transport.grant(peer, pages) {
-            Ok(key) => Ok(GrantedWindow { key, rect, shape }),
-            Err(kvferry_transport::TransportError::NotConnected { .. }) => Err(GrantRefusal::NotConnected),
-            Err(error) => Err(GrantRefusal::Impossible(error.to_string())),
+        let key = match transport.grant(peer, pages) {
+            Ok(key) => key,
+            Err(kvferry_transport::TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
+            Err(error) => return Err(GrantRefusal::Impossible(error.to_string())),
+        };
+        let window = GrantedWindow { key, rect, shape };
+        match window.margins() {
+            Ok(margins) => transport.seal(key, &margins),
+            Err(error) => {
+                transport.revoke(key);
+                return Err(GrantRefusal::Impossible(error.to_string()));
+            }
         }
+        Ok(window)
+    }
+
+    /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified.
+    fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
+        // Nothing lands under a revoked one.
+        let Some(windows) = self.grants.get(&generation) else { return Ok(()) };
+        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+        let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
+        transport.seal(window.key, &extents);
+        Ok(())
     }
 }
 
@@ -238,8 +257,9 @@ impl Driver {
                         let keys: Vec<_> = windows.iter().map(|window| window.key).collect();
                         self.granted.extend(keys.iter().map(|&key| (key, transfer)));
                         let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
-                        entry.grants.insert(generation, keys);
-                        match Windows::encode(&windows) {
+                        let encoded = Windows::encode(&windows);
+                        entry.grants.insert(generation, windows);
+                        match encoded {
                             Ok(bytes) => entry.machine.granted(now, generation, first, bytes),
                             Err(problem) => {
                                 let refusal = GrantRefusal::Impossible(problem);
@@ -261,10 +281,14 @@ impl Driver {
             ReceiverOutput::Verify { generation, sequence, rect } => {
                 let Some(load) = self.loads.get(&entry.load) else { return };
                 entry.verifying += 1;
+                let sealed = entry.seal(&*self.transport, generation, rect);
                 let write = WriteKey { transfer, generation, sequence };
                 let (blocks, first_token) = load.pages();
                 let heads = entry.heads.clone();
-                self.verify(Job::Verify { write, blocks, first_token, rect, heads });
+                match sealed {
+                    Ok(()) => self.verify(Job::Verify { write, blocks, first_token, rect, heads }),
+                    Err(problem) => self.digested(write, Err(problem)),
+                }
             }
             ReceiverOutput::Verified(rect) => {
                 let (load, heads) = (entry.load, entry.heads.clone());
@@ -285,8 +309,8 @@ impl Driver {
     }
 
     fn revoke(&mut self, transfer: TransferId, generation: Generation) {
-        let keys = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
-        for key in keys.into_iter().flatten() {
+        let windows = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
+        for GrantedWindow { key, .. } in windows.into_iter().flatten() {
             self.transport.revoke(key);
             self.granted.remove(&key);
         }

@@ -56,10 +56,12 @@ pub enum Refusal {
     TooMany,
     /// The sender cancelled the write.
     Cancelled,
+    /// The receiver uses bytes of the extent already.
+    Sealed,
 }
 
 impl Refusal {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::UnknownGrant,
         Self::OutOfWindow,
         Self::BadExtent,
@@ -67,6 +69,7 @@ impl Refusal {
         Self::Inconsistent,
         Self::TooMany,
         Self::Cancelled,
+        Self::Sealed,
     ];
 
     /// The refusal in words.
@@ -80,6 +83,7 @@ impl Refusal {
             Self::Inconsistent => "the frames of the write contradict each other",
             Self::TooMany => "too many writes of one grant are under way",
             Self::Cancelled => "the sender cancelled it",
+            Self::Sealed => "the receiver uses these bytes already",
         }
     }
 
