@@ -248,7 +248,7 @@ impl Driver {
         let (receiving, sending) = (&self.receiving, &self.sending);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
-                || sending.get(transfer).is_some_and(|entry| !entry.over)
+                || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
         self.waiting.retain(|(transfers, done)| {
             let wait = transfers.iter().any(touches);

@@ -23,6 +23,8 @@ pub(super) struct Sending {
     pub(super) peer: Option<PeerId>,
     /// The engine was told of the end, and nothing reads the pages.
     pub(super) over: bool,
+    /// The lease is over and drained: nothing reads the pages, though the receiver's word may still be awaited.
+    pub(super) released: bool,
     /// All blocks of the request so far, from token 0.
     pub(super) blocks: Vec<BlockId>,
     /// Read guards over what was handed to the machine, until the lease is released.
@@ -120,6 +122,7 @@ impl Driver {
             request: save.request.clone(),
             peer: None,
             over: false,
+            released: false,
             blocks: save.blocks.clone(),
             guards: Vec::new(),
             windows: None,
@@ -225,7 +228,10 @@ impl Driver {
                     self.send(&peer, &message);
                 }
             }
-            SenderOutput::ReleaseLease => entry.guards.clear(),
+            SenderOutput::ReleaseLease => {
+                entry.guards.clear();
+                entry.released = true;
+            }
             SenderOutput::Finished(verdict) => self.finish_sending(transfer, &verdict),
         }
     }
