@@ -206,7 +206,10 @@ impl Driver {
     }
 
     fn cancel(&mut self, cancel: &Cancel) {
-        if !self.receiving.contains_key(&cancel.transfer) && !self.sending.contains_key(&cancel.transfer) {
+        let Cancel { request, transfer } = cancel;
+        let receives = self.receiving.get(transfer).is_some_and(|entry| entry.request == *request);
+        let sends = self.sending.get(transfer).is_some_and(|entry| entry.request == *request);
+        if !receives && !sends {
             // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
             self.board.results().sent.push(cancel.request.clone());
             return;

@@ -63,7 +63,13 @@ impl Driver {
     /// The engine computes a request whose KV a peer wants.
     pub(super) fn lease(&mut self, save: Save) {
         if let Some(entry) = self.sending.get_mut(&save.transfer) {
-            entry.blocks = save.blocks;
+            if entry.request == save.request {
+                entry.blocks = save.blocks;
+            } else if save.first {
+                let (request, transfer, other) = (&save.request, save.transfer, &entry.request);
+                tracing::warn!(%request, %transfer, %other, "transfer refused: it is another request's; draw a new id");
+                self.board.results().sent.push(save.request);
+            }
             return;
         }
         if !save.first {

@@ -75,7 +75,10 @@ impl StepProgress {
     }
 
     fn open(&mut self, save: &Save) {
-        let (_, handed) = self.handed.entry(save.transfer).or_insert_with(|| (save.request.clone(), 0));
+        let (request, handed) = self.handed.entry(save.transfer).or_insert_with(|| (save.request.clone(), 0));
+        if *request != save.request {
+            return; // The driver refuses it: what it computes is not what the transfer carries.
+        }
         let last = save.computed >= save.prompt_tokens;
         let end = if last { save.computed } else { save.computed / self.tokens_per_block * self.tokens_per_block };
         if *handed < end {
