@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{Engine, HEADS, LAYERS, PATIENCE, Setup, fetch, keep, start_load};
 use kvferry::config::ConnectorConfig;
-use kvferry::contract::Scheduler;
+use kvferry::contract::{Scheduler, Worker};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{RawWindow, Shard, WindowShape};
 use kvferry_protocol::message::{Grant, Message, Missing, OpaqueKey, Renew, WindowBytes, Wrote};
@@ -141,6 +141,30 @@ fn nothing_changes_under_a_guard_once_a_layer_is_verified() {
 }
 
 #[test]
+fn preempting_a_send_does_not_wait_for_its_receivers_word() {
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::decode());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    let mut prefill = Engine::new(
+        &Setup { extra: "transfer_deadline_ms = 60000\nverdict_timeout_ms = 60000", ..Setup::prefill() },
+        &make,
+    );
+    liar.transport.connect(&prefill.address()).unwrap();
+    liar.wait(|event| matches!(event, Event::Up { .. }).then_some(()));
+    let source = keep("p", 1, 8, Some(peer("decode")));
+    let blocks = prefill.blocks(0, 8);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &blocks, 0..4);
+    // The other side never answers.
+    let begin = Instant::now();
+    prefill.worker.preempted(std::slice::from_ref(&source.id));
+    assert!(begin.elapsed() < PATIENCE, "the model's thread stood still for {:?}", begin.elapsed());
+    drop(prefill.cache.guard_write(&blocks, 0..LAYERS).expect("nothing reads the pages"));
+}
+
+#[test]
 fn grants_without_end_take_no_memory() {
     const GRANTS: u32 = 2000;
     let network = LoopbackNetwork::new();
@@ -150,14 +174,8 @@ fn grants_without_end_take_no_memory() {
     };
     let mut prefill = Engine::new(&Setup::prefill(), &make);
     liar.transport.connect(&prefill.address()).unwrap();
-    let [peer, us] = ["prefill", "decode"].map(|name| PeerId {
-        engine: EngineId::new(name).unwrap(),
-        incarnation: Incarnation::new(1),
-        pp_rank: PpRank::new(0),
-        tp_rank: TpRank::new(0),
-    });
     liar.wait(|event| matches!(event, Event::Up { .. }).then_some(()));
-    let source = keep("p", 1, 8, Some(us));
+    let source = keep("p", 1, 8, Some(peer("decode")));
     let blocks = prefill.blocks(0, 8);
     prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
     prefill.prefill_step(&source, &blocks, 0..4);
@@ -185,19 +203,29 @@ fn grants_without_end_take_no_memory() {
             missing: Missing::new(vec![rect]).unwrap(),
         };
         let message: bytes::Bytes = codec::encode(1, &Message::Grant(grant)).unwrap().into();
-        while liar.transport.send(&peer, message.clone()).is_err() {
+        while liar.transport.send(&peer("prefill"), message.clone()).is_err() {
             std::thread::yield_now();
         }
     }
     // The lease answers the last of them only when it has taken all before.
     let renew = Message::Renew(Renew { transfer: TransferId::new(1), ttl_ms: 10_000 });
-    liar.transport.send(&peer, codec::encode(1, &renew).unwrap().into()).unwrap();
+    liar.transport.send(&peer("prefill"), codec::encode(1, &renew).unwrap().into()).unwrap();
     liar.wait(|event| {
         let Event::Message { message, .. } = event else { return None };
         matches!(codec::decode(message), Ok(Message::Working(_))).then_some(())
     });
     let grown = resident_bytes().saturating_sub(before);
     assert!(grown < 100 << 20, "{} MiB for one transfer", grown >> 20);
+}
+
+/// An engine's only worker, in its first start.
+fn peer(engine: &str) -> PeerId {
+    PeerId {
+        engine: EngineId::new(engine).unwrap(),
+        incarnation: Incarnation::new(1),
+        pp_rank: PpRank::new(0),
+        tp_rank: TpRank::new(0),
+    }
 }
 
 fn resident_bytes() -> u64 {

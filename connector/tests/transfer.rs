@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
 use kvferry::contract::{EngineFinish, Hold, Scheduler, TransferParams, Worker};
-use kvferry_protocol::LayerId;
 use kvferry_protocol::message::EngineBytes;
+use kvferry_protocol::{BlockId, LayerId};
 use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
 
 fn loopback(
@@ -289,4 +289,37 @@ fn another_stage_of_an_engines_pipeline_is_not_its_restart() {
         assert!(applied.failed.is_empty(), "{applied:?}");
         !applied.loaded.is_empty()
     });
+}
+
+#[test]
+fn a_transfer_carries_the_request_that_began_it_and_no_other() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    let request = fetch("d", 1, 20, prefill.address());
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    let (first, second) = (keep("first", 1, 20, Some(peer.clone())), keep("second", 1, 20, Some(peer)));
+    let first_blocks = prefill.blocks(0, 20);
+    let second_blocks: Vec<_> = (50..55).map(BlockId::new).collect();
+    prefill.scheduler.allocated(&first, &first_blocks, 0, 0).unwrap();
+    prefill.scheduler.allocated(&second, &second_blocks, 0, 0).unwrap();
+    prefill.prefill_step(&first, &first_blocks, 0..8);
+    // The second one's pages hold something else.
+    let meta = prefill.step(&second, &second_blocks, 0..20);
+    prefill.worker.begin_step(meta).unwrap();
+    prefill.worker.wait_saved();
+    prefill.idle_until("the refusal", |applied| applied.unwanted == std::slice::from_ref(&second.id));
+    prefill.prefill_step(&first, &first_blocks, 8..20);
+    decode.idle_until("the load", |applied| {
+        assert!(applied.failed.is_empty(), "{applied:?}");
+        !applied.loaded.is_empty()
+    });
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !decode.holds_nothing() {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    assert_eq!(decode.read(&blocks, 20), prefill.read(&first_blocks, 20));
 }

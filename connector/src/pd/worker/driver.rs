@@ -213,10 +213,13 @@ impl Driver {
     }
 
     fn cancel(&mut self, cancel: &Cancel) {
+        let loads = self.loads.get(&cancel.transfer).is_some_and(|load| load.request == cancel.request);
+        let keeps = self.leases.get(&cancel.transfer).is_some_and(|lease| lease.request == cancel.request);
         match cancel.side {
-            // One that is not here is over, and the scheduler will hear of that.
-            contract::Side::Load => self.cancel_load(cancel.transfer),
-            contract::Side::Keep if self.leases.contains_key(&cancel.transfer) => self.cancel_lease(cancel.transfer),
+            // One that is not here, or is another request's, is over, and the scheduler will hear of that.
+            contract::Side::Load if loads => self.cancel_load(cancel.transfer),
+            contract::Side::Load => {}
+            contract::Side::Keep if keeps => self.cancel_lease(cancel.transfer),
             // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
             contract::Side::Keep => self.board.results().sent.push(cancel.request.clone()),
         }
@@ -250,7 +253,7 @@ impl Driver {
         let (receiving, sending) = (&self.receiving, &self.sending);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
-                || sending.get(transfer).is_some_and(|entry| !entry.over)
+                || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
         self.waiting.retain(|(transfers, done)| {
             let wait = transfers.iter().any(touches);

@@ -27,6 +27,14 @@ impl Driver {
     /// The engine computes a request whose KV a peer wants.
     pub(super) fn lease(&mut self, save: Save) {
         if let Some(lease) = self.leases.get(&save.transfer) {
+            if lease.request != save.request {
+                if save.first {
+                    let (request, transfer, other) = (&save.request, save.transfer, &lease.request);
+                    tracing::warn!(%request, %transfer, %other, "transfer refused: it is another request's; draw a new id");
+                    self.board.results().sent.push(save.request);
+                }
+                return;
+            }
             for part in &lease.parts {
                 if let Some(entry) = self.sending.get_mut(part) {
                     entry.blocks.clone_from(&save.blocks);

@@ -28,6 +28,8 @@ pub(super) struct Sending {
     pub(super) peer: Option<PeerId>,
     /// The lease was told of the end, and nothing of this part reads the pages.
     pub(super) over: bool,
+    /// The lease is over and drained: nothing reads the pages, though the receiver's word may still be awaited.
+    pub(super) released: bool,
     /// All blocks of the request so far, from token 0.
     pub(super) blocks: Vec<BlockId>,
     /// Read guards over what was handed to the machine, until the lease is released.
@@ -61,6 +63,7 @@ impl Sending {
             readers: save.readers,
             peer: None,
             over: false,
+            released: false,
             blocks: save.blocks.clone(),
             guards: Vec::new(),
             windows: None,
@@ -209,7 +212,10 @@ impl Driver {
                     self.send(&peer, &message);
                 }
             }
-            SenderOutput::ReleaseLease => entry.guards.clear(),
+            SenderOutput::ReleaseLease => {
+                entry.guards.clear();
+                entry.released = true;
+            }
             SenderOutput::Finished(verdict) => self.finish_sending(transfer, &verdict),
         }
     }

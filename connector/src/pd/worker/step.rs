@@ -76,10 +76,13 @@ impl StepProgress {
 
     fn open(&mut self, save: &Save) {
         if save.first {
-            self.handed.insert(save.transfer, (save.request.clone(), 0));
+            self.handed.entry(save.transfer).or_insert_with(|| (save.request.clone(), 0));
         }
         // Without an entry the transfer is over; the scheduler has not heard of it yet.
-        let Some((_, handed)) = self.handed.get_mut(&save.transfer) else { return };
+        let Some((request, handed)) = self.handed.get_mut(&save.transfer) else { return };
+        if *request != save.request {
+            return; // The driver refuses it: what it computes is not what the transfer carries.
+        }
         let last = save.computed >= save.prompt_tokens;
         let end = if last { save.computed } else { save.computed / self.tokens_per_block * self.tokens_per_block };
         if *handed < end {
