@@ -5,12 +5,12 @@ mod group;
 
 use std::sync::Arc;
 
-use common::{LAYERS, MakeTransport, Setup};
+use common::{LAYERS, MakeTransport, PATIENCE, Setup};
 use group::{Group, fetch, keep, wait_until_free};
 use kvferry::config::ConnectorConfig;
-use kvferry::contract::{EngineFinish, Hold, Request, Worker};
+use kvferry::contract::{EngineFinish, Hold, LoadFailure, Request, Scheduler, Worker};
 use kvferry_protocol::{BlockId, LayerId, PeerId};
-use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
+use kvferry_transport::{FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Transport};
 
 fn loopback(
     network: &LoopbackNetwork,
@@ -48,7 +48,6 @@ fn begin(prefill: &mut Group, decode: &mut Group, tokens: u32, local: u32) -> Ha
 }
 
 fn accept(prefill: &mut Group, readers: u16, tokens: u32, to: Option<PeerId>) -> (Request, Vec<BlockId>) {
-    use kvferry::contract::Scheduler;
     let source = keep("p", 1, tokens, to, readers);
     let source_blocks = prefill.blocks(2, tokens);
     prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
@@ -143,4 +142,218 @@ fn the_same_over_tcp() {
         );
         hand_over(&mut prefill, &mut decode, 33, 10, 0);
     }
+}
+
+/// Ends with a failure on every rank, once; returns it.
+fn failure(decode: &mut Group) -> LoadFailure {
+    let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+    assert_eq!((applied.failed.len(), applied.loaded.len()), (1, 0), "{applied:?}");
+    applied.failed.into_iter().next().unwrap()
+}
+
+/// Steps decode until nothing is under way; the load may be started by its first layer before it ends.
+fn end_of_load(decode: &mut Group) -> Option<LoadFailure> {
+    let mut failed = Vec::new();
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while decode.scheduler.has_pending() {
+        failed.extend(decode.idle_step().failed);
+        assert!(std::time::Instant::now() < deadline, "the load does not end");
+        std::thread::yield_now();
+    }
+    assert!(failed.len() <= 1, "{failed:?}");
+    failed.pop()
+}
+
+/// What is called good is right on every rank, and nothing is held on either side.
+fn check_end(prefill: &mut Group, decode: &mut Group, hand_over: &HandOver, failure: Option<&LoadFailure>) {
+    wait_until_free(prefill, decode);
+    let good = failure.map_or(hand_over.request.prompt_tokens, |failure| failure.good_tokens);
+    decode.check(&hand_over.blocks, good, false);
+    decode.pages_are_free(&hand_over.blocks);
+    prefill.pages_are_free(&hand_over.source_blocks);
+}
+
+const SHORT: &str = "transfer_deadline_ms = 15000\nprogress_deadline_ms = 3000\nverdict_timeout_ms = 2000\n\
+                     absent_deadline_ms = 1000\nlease_ttl_ms = 4000\nchunk_bytes = 4096\nslab_pool_bytes = 16384";
+
+#[test]
+fn a_corrupted_part_takes_the_load_with_it_on_all_ranks_and_its_good_prefix_is_the_shortest() {
+    for (from, to) in [(2, 1), (2, 4), (4, 2)] {
+        let network = LoopbackNetwork::new();
+        let rates = FaultRates { flip: 1_000_000, ..FaultRates::default() };
+        let (good, bad) = (loopback(&network, FaultPlan::NONE), loopback(&network, FaultPlan { seed: 3, rates }));
+        let extra = "chunk_bytes = 4096\nslab_pool_bytes = 16384\nlayerwise = false";
+        // Only the last prefill rank's bytes break.
+        let make = |rank| -> MakeTransport<'_> { if rank + 1 == from { &bad } else { &good } };
+        let mut prefill = Group::with(&Setup { extra, ..Setup::prefill() }, from, make);
+        let mut decode = Group::new(&Setup { extra, ..Setup::decode() }, to, &good);
+        let started = begin(&mut prefill, &mut decode, 40, 8);
+        for start in (0..40).step_by(8) {
+            prefill.prefill_step(&started.source, &started.source_blocks, start..start + 8);
+        }
+        prefill.finish(&started.source, &started.source_blocks, EngineFinish::Complete);
+        let failure = failure(&mut decode);
+        assert_eq!(failure.good_tokens, 8, "{from} to {to}: nothing of the broken part is good, the local prefix is");
+        assert!(failure.reason.contains("digest"), "{}", failure.reason);
+        check_end(&mut prefill, &mut decode, &started, Some(&failure));
+        let blocks = failure.good_blocks;
+        assert_eq!(blocks, [], "the load's own blocks");
+    }
+}
+
+#[test]
+fn cuts_of_some_ranks_heal_or_end_the_load_with_its_good_prefix() {
+    let mut done = 0;
+    for seed in 0..8 {
+        let network = LoopbackNetwork::new();
+        let rates = FaultRates { cut: 30_000, delay: 100_000, lose_ack: 20_000, ..FaultRates::default() };
+        let make = loopback(&network, FaultPlan { seed, rates });
+        let order = if seed % 2 == 0 { "decode-first" } else { "prefill-first" };
+        let (from, to) = [(2, 4), (4, 2), (8, 1), (1, 8)][seed as usize % 4];
+        let mut prefill = Group::new(&Setup { order, extra: SHORT, ..Setup::prefill() }, from, &make);
+        let calm = loopback(&network, FaultPlan::NONE);
+        let mut decode = Group::new(&Setup { order, extra: SHORT, ..Setup::decode() }, to, &calm);
+        let started = begin(&mut prefill, &mut decode, 40, 0);
+        for start in (0..40).step_by(8) {
+            prefill.prefill_step(&started.source, &started.source_blocks, start..start + 8);
+        }
+        prefill.finish(&started.source, &started.source_blocks, EngineFinish::Complete);
+        let failure = end_of_load(&mut decode);
+        done += usize::from(failure.is_none());
+        check_end(&mut prefill, &mut decode, &started, failure.as_ref());
+    }
+    assert!(done > 0, "some loads heal");
+}
+
+#[test]
+fn an_abort_on_either_side_ends_every_part_and_frees_everything() {
+    for (from, to) in [(2, 4), (4, 1), (8, 2)] {
+        for aborted in ["decode", "prefill", "preempted"] {
+            let network = LoopbackNetwork::new();
+            let make = loopback(&network, FaultPlan::NONE);
+            let (mut prefill, mut decode) = groups((&Setup::prefill(), from), (&Setup::decode(), to), &make);
+            let started = begin(&mut prefill, &mut decode, 40, 0);
+            prefill.prefill_step(&started.source, &started.source_blocks, 0..16);
+            match aborted {
+                "decode" => {
+                    let hold = decode.finish(&started.request, &started.blocks, EngineFinish::Aborted);
+                    assert!(matches!(hold, Hold::Until { .. }));
+                    decode.idle_until("the release", |applied| applied.released.len() == 1);
+                    prefill.idle_until("the consumer's end", |applied| applied.unwanted.len() == 1);
+                    let hold = prefill.finish(&started.source, &started.source_blocks, EngineFinish::Aborted);
+                    assert_eq!(hold, Hold::Free);
+                    wait_until_free(&mut prefill, &mut decode);
+                    decode.pages_are_free(&started.blocks);
+                    prefill.pages_are_free(&started.source_blocks);
+                }
+                "prefill" => {
+                    let hold = prefill.finish(&started.source, &started.source_blocks, EngineFinish::Aborted);
+                    assert!(matches!(hold, Hold::Until { .. }));
+                    prefill.idle_until("the release", |applied| applied.released.len() == 1);
+                    let failure = failure(&mut decode);
+                    assert!(failure.good_tokens <= 16, "{failure:?}");
+                    check_end(&mut prefill, &mut decode, &started, Some(&failure));
+                }
+                _ => {
+                    // Pages are free when `preempted` returns, whatever the other ranks do.
+                    let id = std::slice::from_ref(&started.request.id);
+                    decode.ranks[0].worker.preempted(id);
+                    drop(decode.ranks[0].cache.guard_write(&started.blocks, 0..LAYERS).unwrap());
+                    let failure = failure(&mut decode);
+                    assert!(failure.reason.contains("ancelled"), "{}", failure.reason);
+                    check_end(&mut prefill, &mut decode, &started, Some(&failure));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_prefill_rank_that_dies_fails_the_load_and_frees_the_others() {
+    for (from, to) in [(2, 1), (4, 2), (2, 4)] {
+        let network = LoopbackNetwork::new();
+        let make = loopback(&network, FaultPlan::NONE);
+        let extra = SHORT;
+        let prefill = Setup { extra, ..Setup::prefill() };
+        let (mut prefill, mut decode) = groups((&prefill, from), (&Setup { extra, ..Setup::decode() }, to), &make);
+        let started = begin(&mut prefill, &mut decode, 40, 0);
+        prefill.prefill_step(&started.source, &started.source_blocks, 0..16);
+        prefill.kill(usize::from(from) - 1);
+        let failure = failure(&mut decode);
+        assert!(failure.good_tokens <= 16, "{failure:?}");
+        check_end(&mut prefill, &mut decode, &started, Some(&failure));
+    }
+}
+
+#[test]
+fn what_does_not_fit_together_is_refused_with_what_to_set() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    for (from, to, pick, want) in [
+        (2, 2, vec![1, 0], "list the prefill engine's addresses by rank"),
+        (2, 1, vec![0], "is one of 2 ranks, but 1 addresses were given"),
+        (4, 2, vec![0, 1], "is one of 4 ranks, but 2 addresses were given"),
+        (1, 1, vec![0, 0, 0], "4 KV heads do not spread evenly over 3 ranks"),
+    ] {
+        let (prefill, mut decode) = groups((&Setup::prefill(), from), (&Setup::decode(), to), &make);
+        let addresses = prefill.addresses();
+        let listed = pick.iter().map(|&rank: &usize| addresses[rank]).collect();
+        let request = fetch("d", 1, 20, listed);
+        let blocks = decode.blocks(0, 20);
+        decode.start_load(&request, &blocks, 0);
+        let failure = failure(&mut decode);
+        assert!(failure.reason.contains(want), "{from} to {to}, {pick:?}: {}", failure.reason);
+        assert!(decode.holds_nothing());
+        decode.pages_are_free(&blocks);
+    }
+    // Two engines in one list.
+    let (prefill, mut decode) = groups((&Setup::prefill(), 2), (&Setup::decode(), 1), &make);
+    let other = Group::new(&Setup { name: "other", ..Setup::prefill() }, 2, &make);
+    let request = fetch("d", 1, 20, vec![prefill.addresses()[0], other.addresses()[1]]);
+    let blocks = decode.blocks(0, 20);
+    decode.start_load(&request, &blocks, 0);
+    let failure = failure(&mut decode);
+    assert!(failure.reason.contains("are two engines"), "{}", failure.reason);
+}
+
+#[test]
+fn a_wrong_number_of_readers_is_refused_on_both_sides_with_what_to_set() {
+    for (from, to, said, want) in [
+        (1, 2, 1, "the decode engine's tp_size as `readers`"),
+        (2, 1, 2, "the decode engine's tp_size as `readers`"),
+        (2, 2, 3, "4 KV heads do not spread evenly over 3 ranks"),
+    ] {
+        let network = LoopbackNetwork::new();
+        let make = loopback(&network, FaultPlan::NONE);
+        let extra = SHORT;
+        let prefill = Setup { extra, ..Setup::prefill() };
+        let (mut prefill, mut decode) = groups((&prefill, from), (&Setup { extra, ..Setup::decode() }, to), &make);
+        let request = fetch("d", 1, 20, prefill.addresses());
+        let blocks = decode.blocks(0, 20);
+        decode.start_load(&request, &blocks, 0);
+        let peer = prefill.question();
+        let (source, source_blocks) = accept(&mut prefill, said, 20, Some(peer));
+        prefill.prefill_step(&source, &source_blocks, 0..20);
+        let failure = failure(&mut decode);
+        assert!(failure.reason.contains(want), "{from} to {to}, {said}: {}", failure.reason);
+        prefill.idle_until("the end", |applied| applied.unwanted.len() == 1);
+        wait_until_free(&mut prefill, &mut decode);
+        decode.pages_are_free(&blocks);
+        prefill.pages_are_free(&source_blocks);
+    }
+}
+
+#[test]
+fn a_worker_whose_heads_are_not_its_ranks_does_not_start() {
+    let config = group::config(&Setup::prefill(), 1, 4);
+    let layout = Group::new(&Setup::prefill(), 2, &loopback(&LoopbackNetwork::new(), FaultPlan::NONE)).ranks[1]
+        .cache
+        .layout()
+        .clone();
+    let shard = kvferry_protocol::layout::Shard { first_head: 2, ..Default::default() };
+    let error = kvferry::pd::greeting(&config, &group::manifest(), shard, &layout).unwrap_err().to_string();
+    assert!(error.contains("tp_rank 1 of 4 holds 1..2"), "{error}");
+    let config = group::config(&Setup::prefill(), 1, 3);
+    let error = kvferry::pd::greeting(&config, &group::manifest(), shard, &layout).unwrap_err().to_string();
+    assert!(error.contains("tp_size is 3") && error.contains("do not spread evenly"), "{error}");
 }

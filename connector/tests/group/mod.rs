@@ -18,7 +18,7 @@ use kvferry_kernels::{HostKvCache, KvDtype, Placement, Slot, store_kv};
 use kvferry_protocol::layout::{CacheView, KvLayout, KvShape, Selection, Shard, heads_of, plan};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::{BlockId, Incarnation, LayerId, PeerId, TpRank, TransferId};
-use kvferry_transport::PeerAddress;
+use kvferry_transport::{PeerAddress, Transport};
 
 use crate::common::{self, DIM, LAYERS, MakeTransport, PATIENCE, Setup};
 
@@ -41,9 +41,10 @@ pub(crate) struct Rank {
     pub(crate) cache: HostKvCache,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) heads: Range<u16>,
+    transport: Arc<dyn Transport>,
 }
 
-fn manifest() -> Manifest {
+pub(crate) fn manifest() -> Manifest {
     Manifest { kv_heads: KV_HEADS, ..common::manifest("toy") }
 }
 
@@ -85,7 +86,7 @@ impl Rank {
             cache: cache.clone().into(),
             metrics: Arc::clone(&metrics),
         };
-        Self { worker: PdWorker::start(parts, transport).unwrap(), cache, metrics, heads }
+        Self { worker: PdWorker::start(parts, Arc::clone(&transport)).unwrap(), cache, metrics, heads, transport }
     }
 
     /// Every element of some blocks of this rank's pages, as `[block][layer][plane][head][token in the block][d]`.
@@ -279,6 +280,11 @@ impl Group {
 
     pub(crate) fn holds_nothing(&self) -> bool {
         self.ranks.iter().all(Rank::holds_nothing)
+    }
+
+    /// A rank dies: its transport is gone from one moment to the next.
+    pub(crate) fn kill(&self, rank: usize) {
+        self.ranks[rank].transport.shutdown();
     }
 
     /// Nothing holds any of these pages on any rank.
