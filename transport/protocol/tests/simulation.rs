@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use kvferry_protocol::sim::{DriverBug, Options, Planted, Report, Violation, run};
 
 /// How many runs must hold when nothing else is asked for.
-const SEEDS: u64 = 10_000;
+const SEEDS: u64 = 20_000;
 
 /// In how many runs a planted bug must be seen.
 const BUG_SEEDS: u64 = 10_000;
@@ -106,7 +106,7 @@ fn the_invariants_hold_in_every_run() {
     if seeds >= SEEDS {
         assert!(sum.most_transfers >= 200, "the largest run had {} transfers", sum.most_transfers);
         let unseen = sum.visits.unseen();
-        assert!(unseen.len() < 45, "these pairs fit and were never seen: {unseen:#?}");
+        assert!(unseen.is_empty(), "these pairs fit and were never seen: {unseen:#?}");
     }
 }
 
@@ -126,6 +126,7 @@ const EVENTS: &[&str] = &[
     "sessions in a later version",
     "sessions in version 1",
     "sessions refused for their versions",
+    "sessions superseded",
     "slow drivers",
     "stopped processes",
 ];
@@ -175,16 +176,17 @@ fn every_planted_bug_is_seen_as_what_it_is() {
     }
 }
 
-const fn driver_seen_as(bug: DriverBug) -> &'static str {
+/// What the violation says that a driver's bug leads to; which of them comes first is the seed's affair.
+const fn driver_seen_as(bug: DriverBug) -> &'static [&'static str] {
     match bug {
-        DriverBug::FenceLies => "late byte",
-        DriverBug::OldIncarnationTaken => "invariant 5",
-        DriverBug::NoTimers => "invariant 2",
-        DriverBug::ReusedBeforeDrain => "invariant 4: page",
-        DriverBug::FirstRankSpeaks => "is over before all its parts",
-        DriverBug::BestPartCounts => "invariant 8: good on this rank",
-        DriverBug::SiblingsForgotten => "",
-        DriverBug::NewestVersionSpoken => "is spoken in a session of version",
+        DriverBug::FenceLies => &["late byte"],
+        DriverBug::OldIncarnationTaken => &["invariant 5"],
+        DriverBug::NoTimers => &["invariant 2"],
+        DriverBug::ReusedBeforeDrain => &["invariant 4: page"],
+        DriverBug::FirstRankSpeaks => &["is over before all its parts", "invariant 4: page"],
+        DriverBug::BestPartCounts => &["invariant 8: good on this rank"],
+        DriverBug::SiblingsForgotten => &["is over before all its parts", "late byte", "invariant 4"],
+        DriverBug::NewestVersionSpoken => &["is spoken in a session of version"],
     }
 }
 
@@ -194,7 +196,8 @@ fn every_bug_of_a_driver_is_seen_as_what_it_is() {
         let found = sweep(0..BUG_SEEDS, &Options { driver_bug: Some(bug), ..Options::default() }, None);
         let Err(found) = found else { panic!("{bug:?} is not seen in {BUG_SEEDS} runs") };
         println!("{bug:?}: seed {}: {}", found.seed, found.what);
-        assert!(found.what.contains(driver_seen_as(bug)), "{bug:?}: seed {}: {}", found.seed, found.what);
+        let is_it = driver_seen_as(bug).iter().any(|what| found.what.contains(what));
+        assert!(is_it, "{bug:?}: seed {}: {}", found.seed, found.what);
     }
 }
 

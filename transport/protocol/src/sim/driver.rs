@@ -34,7 +34,7 @@ impl World {
             Inbox::Up { link, incarnation, session, version } => self.up(index, link, incarnation, session, version),
             Inbox::Down { link } => self.down(index, link),
             Inbox::Message { link, incarnation, bytes } => self.message(index, link, incarnation, &bytes),
-            Inbox::Landed { link, incarnation, wrote } => self.landed(index, link, incarnation, &wrote),
+            Inbox::Landed { incarnation, version, wrote } => self.landed(index, incarnation, version, &wrote),
             Inbox::Posted { part, generation, sequence, outcome } => {
                 let input = match outcome {
                     PostOutcome::Taken => SenderInput::PostedTaken,
@@ -42,7 +42,7 @@ impl World {
                 };
                 self.sender(index, part, input, |slot| slot.machine.posted(now, generation, sequence, outcome))
             }
-            Inbox::Granted { part, generation, missing } => self.granted(index, part, generation, &missing),
+            Inbox::Granted { part, generation, grant } => self.granted(index, part, generation, grant),
             Inbox::Fenced { part, generation } => self.fenced(index, part, generation),
             Inbox::Digested { part, generation, sequence, rect } => {
                 self.digested(index, part, generation, sequence, rect)
@@ -185,9 +185,8 @@ impl World {
         }
     }
 
-    fn landed(&mut self, index: usize, link: usize, incarnation: u64, wrote: &[u8]) -> Result<(), String> {
-        let Some(view) = self.nodes[index].views.get(&link) else { return Ok(()) };
-        let wrote = versions::decode_wrote(view.version, wrote)?;
+    fn landed(&mut self, index: usize, incarnation: u64, version: u16, wrote: &[u8]) -> Result<(), String> {
+        let wrote = versions::decode_wrote(version, wrote)?;
         let now = self.nodes[index].clock(self.now);
         let Some(part) = self.part_of(wrote.transfer) else { return Ok(()) };
         if let Some(slot) = self.nodes[index].receivers.get(&part) {
@@ -196,32 +195,26 @@ impl World {
         self.receiver(index, part, ReceiverInput::Landed, |slot| slot.machine.landed(now, wrote))
     }
 
-    fn granted(&mut self, index: usize, part: usize, generation: Generation, missing: &[Rect]) -> Result<(), String> {
+    fn granted(
+        &mut self,
+        index: usize,
+        part: usize,
+        generation: Generation,
+        grant: Result<u64, GrantRefusal>,
+    ) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
-        let full = self.rng.once_in(self.plan.odds.ungranted);
-        let heads = self.plan.parts[part].heads.clone();
-        let node = &mut self.nodes[index];
-        let Some(slot) = node.receivers.get_mut(&part) else { return Ok(()) };
-        slot.granting = false;
-        for cell in missing.iter().flat_map(|&rect| cells(rect, heads.clone())) {
-            if node.memory.is_visible(&slot.blocks, cell) {
-                return Err(format!("invariant 3: part {part} grants {cell:?}, which is read"));
+        if let Some(slot) = self.nodes[index].receivers.get_mut(&part) {
+            slot.granting = false;
+        }
+        match grant {
+            Ok(grant) => self.receiver(index, part, ReceiverInput::Granted, |slot| {
+                slot.machine.granted(now, generation, OpaqueKey::new(grant.into()), WindowBytes::default())
+            }),
+            Err(why) => {
+                let refused = |slot: &mut ReceiverSlot| slot.machine.grant_refused(now, generation, why);
+                self.receiver(index, part, ReceiverInput::GrantRefused, refused)
             }
         }
-        let made = if full { None } else { self.make_grant(index, part, generation) };
-        let Some(grant) = made else {
-            let why =
-                if full { GrantRefusal::Impossible("too many grants".into()) } else { GrantRefusal::NotConnected };
-            let refused = |slot: &mut ReceiverSlot| slot.machine.grant_refused(now, generation, why);
-            return self.receiver(index, part, ReceiverInput::GrantRefused, refused);
-        };
-        let node = &mut self.nodes[index];
-        let Some(slot) = node.receivers.get_mut(&part) else { return Ok(()) };
-        node.memory.open(&slot.blocks, heads, Some((part, generation)));
-        slot.grants.insert(generation, grant);
-        self.receiver(index, part, ReceiverInput::Granted, |slot| {
-            slot.machine.granted(now, generation, OpaqueKey::new(grant.into()), WindowBytes::default())
-        })
     }
 
     fn fenced(&mut self, index: usize, part: usize, generation: Generation) -> Result<(), String> {
@@ -253,7 +246,7 @@ impl World {
             hashed.push((cell, node.memory.read_for_transfer(&slot.blocks, cell)?));
         }
         slot.hashing = slot.hashing.saturating_sub(1);
-        if unhashed {
+        if unhashed || slot.unhashed {
             return self.receiver(index, part, ReceiverInput::DigestFailed, |slot| {
                 slot.machine.digest_failed(now, generation, sequence, "the device is gone")
             });

@@ -62,9 +62,10 @@ impl World {
         }
         self.report.count("crashes");
         self.ledger.crashed(&self.plan, engine);
+        let silently = self.rng.once_in(2);
         let incarnation = self.engines[engine].incarnation + 1;
         for node in self.plan.engines[engine].nodes.clone() {
-            self.drop_sessions(node);
+            self.drop_sessions(node, silently);
             self.drop_transports(node);
             for slot in self.nodes[node].senders.values() {
                 self.report.visits.lease(slot.machine.lease_visits());
@@ -119,8 +120,23 @@ impl World {
         match act {
             Act::Cancel => self.push_first(node, Inbox::CancelPart { part }),
             Act::Fail => self.push_first(node, Inbox::FailPart { part }),
+            Act::CancelPeer => self.push_first(peer, Inbox::CancelPart { part }),
+            Act::HoldCancel => {
+                self.nodes[node].hold(part);
+                self.push_first(node, Inbox::CancelPart { part });
+            }
+            Act::HoldCancelPeer => {
+                self.nodes[node].hold(part);
+                self.push_first(peer, Inbox::CancelPart { part });
+            }
             Act::Cut => self.after(wait, Event::Fault(Fault::Cut { link })),
-            Act::Down => {
+            Act::Down | Act::HoldDown | Act::HoldDownUnhash => {
+                if act != Act::Down {
+                    self.nodes[node].hold(part);
+                }
+                if act == Act::HoldDownUnhash {
+                    self.unhash(node, part);
+                }
                 let session = self.links[link].session;
                 self.after(wait, Event::SideDown { link, session, side: usize::from(decodes) });
             }
@@ -133,7 +149,19 @@ impl World {
                 self.after(wait, Event::Fault(Fault::Stop { node, lasts }));
             }
             Act::Jump => self.after(wait, Event::Fault(Fault::Jump { node, by: 20_000 * MS })),
+            Act::JumpPeerWord => {
+                let by = (self.plan.timing.word + 1) * MS;
+                self.after(wait, Event::Fault(Fault::Jump { node: peer, by }));
+            }
+            Act::JumpPeer => self.after(wait, Event::Fault(Fault::Jump { node: peer, by: 20_000 * MS })),
+            Act::Unhash => self.unhash(node, part),
             Act::Repeat => self.repeat_words(link, usize::from(decodes)),
+        }
+    }
+
+    fn unhash(&mut self, node: usize, part: usize) {
+        if let Some(slot) = self.nodes[node].receivers.get_mut(&part) {
+            slot.unhashed = true;
         }
     }
 

@@ -10,6 +10,7 @@ use crate::message::{Abort, Message, Offer, Renew, Stop, Stopped, Verdict, Worki
 use crate::transfer::PostOutcome;
 
 use super::node::Inbox;
+use super::plan::MS;
 use super::report::DriverBug;
 use super::rng::mix;
 use super::versions;
@@ -24,6 +25,12 @@ pub(super) struct Link {
     /// Nothing new enters the session.
     cut: bool,
     pub(super) up: [bool; 2],
+    /// The session ended on a side, but its driver still hears what came before, and then of the end.
+    lagging: [bool; 2],
+    /// Another incarnation's session took the place of the last one, and its driver has not heard of either.
+    superseded: [bool; 2],
+    /// Who the session is between.
+    incarnations: [u64; 2],
     /// Nothing gets through to a side until then.
     pub(super) blocked: [u64; 2],
     /// What is on its way to each side: from which incarnation, and the bytes.
@@ -48,6 +55,9 @@ impl Link {
             version: 0,
             cut: true,
             up: [false; 2],
+            lagging: [false; 2],
+            superseded: [false; 2],
+            incarnations: [0; 2],
             blocked: [0; 2],
             queue: [VecDeque::new(), VecDeque::new()],
             arrival: [0; 2],
@@ -67,7 +77,11 @@ impl World {
         let now = self.now;
         let ends = self.links[link].ends;
         let (engines, state) = (ends.map(|end| self.plan.nodes[end].engine), &self.links[link]);
-        if engines.iter().any(|&engine| !self.engines[engine].alive) || !state.cut || state.up != [false; 2] {
+        let incarnations = ends.map(|end| self.nodes[end].incarnation);
+        let in_use = |side: usize| state.up[side] || state.lagging[side];
+        let old = |side: usize| state.incarnations[1 - side] != incarnations[1 - side];
+        let over = [PREFILL, DECODE].iter().all(|&side| !in_use(side) || old(side));
+        if engines.iter().any(|&engine| !self.engines[engine].alive) || !state.cut || !over {
             return Ok(());
         }
         let blocked = state.blocked_for(PREFILL, now).max(state.blocked_for(DECODE, now));
@@ -87,8 +101,12 @@ impl World {
             }
         };
         self.report.count(if version == 1 { "sessions in version 1" } else { "sessions in a later version" });
+        for side in [PREFILL, DECODE] {
+            self.supersede(link, side);
+        }
         let state = &mut self.links[link];
         state.session += 1;
+        state.incarnations = incarnations;
         state.version = version;
         state.cut = false;
         state.queue.iter_mut().for_each(VecDeque::clear);
@@ -112,8 +130,9 @@ impl World {
             return;
         }
         state.up[side] = true;
-        let (node, peer, version) = (state.ends[side], state.ends[1 - side], state.version);
-        let incarnation = self.nodes[peer].incarnation;
+        state.superseded[side] = false;
+        let (node, version) = (state.ends[side], state.version);
+        let incarnation = state.incarnations[1 - side];
         self.push(node, Inbox::Up { link, incarnation, session, version });
     }
 
@@ -138,46 +157,82 @@ impl World {
         if self.links[link].session != session {
             return;
         }
-        let was_up = std::mem::replace(&mut self.links[link].up[side], false);
         if !std::mem::replace(&mut self.links[link].cut, true) {
             self.side_will_be_down(link, 1 - side, 60);
         }
-        let node = self.links[link].ends[side];
-        if was_up && side == DECODE {
-            self.kill_grants(link);
-            self.push(node, Inbox::Down { link });
-        } else if was_up {
-            let posted = self.posts_on(link);
-            let late = self.rng.once_in(self.plan.odds.late_posts);
-            if late {
-                self.push(node, Inbox::Down { link });
-            }
-            for write in posted {
-                if late {
-                    let wait = self.delay(40);
-                    self.after(wait, Event::PostEnds { write, outcome: PostOutcome::Lost });
-                } else {
-                    self.post_ends(write, PostOutcome::Lost);
-                }
-            }
-            if !late {
-                self.push(node, Inbox::Down { link });
-            }
+        let was_up = std::mem::replace(&mut self.links[link].up[side], false);
+        if was_up {
+            self.end_transport(link, side);
+            self.links[link].lagging[side] = true;
+            let lags = if self.rng.once_in(3) { 2 * MS..200 * MS } else { 2 * MS..40 * MS };
+            let wait = if self.rng.once_in(3) { self.rng.within(lags) } else { 0 };
+            self.after(wait, Event::SideTold { link, session, side });
+        } else if std::mem::replace(&mut self.links[link].superseded[side], false) {
+            // The session that took the last one's place never came up.
+            self.push(self.links[link].ends[side], Inbox::Down { link });
         }
-        if self.links[link].up == [false; 2] {
+        self.reconnect_if_over(link);
+    }
+
+    /// The driver of a side hears that its session ended.
+    pub(super) fn side_told(&mut self, link: usize, session: u64, side: usize) {
+        let state = &mut self.links[link];
+        if state.session == session && std::mem::replace(&mut state.lagging[side], false) {
+            self.push(self.links[link].ends[side], Inbox::Down { link });
+            self.reconnect_if_over(link);
+        }
+    }
+
+    fn reconnect_if_over(&mut self, link: usize) {
+        let state = &self.links[link];
+        if state.up == [false; 2] && state.lagging == [false; 2] {
             let wait = self.delay(150);
             self.after(wait, Event::Connect { link });
         }
     }
 
-    /// A crashed rank's sessions end at once on its own side.
-    pub(super) fn drop_sessions(&mut self, node: usize) {
+    /// The session of an older incarnation makes way: its end is told by the next one's beginning.
+    fn supersede(&mut self, link: usize, side: usize) {
+        let state = &mut self.links[link];
+        let was_up = std::mem::replace(&mut state.up[side], false);
+        if std::mem::replace(&mut state.lagging[side], false) || was_up {
+            state.superseded[side] = true;
+            self.report.count("sessions superseded");
+            self.end_transport(link, side);
+        }
+    }
+
+    /// What a side's transport does at a session's end: its grants are dead, or its posts end.
+    fn end_transport(&mut self, link: usize, side: usize) {
+        if side == DECODE {
+            return self.kill_grants(link);
+        }
+        let late = self.rng.once_in(self.plan.odds.late_posts);
+        for write in self.posts_on(link) {
+            let held =
+                self.writes.part(write).is_some_and(|part| self.nodes[self.links[link].ends[side]].is_held(part));
+            if late || held {
+                let wait = if held { self.rng.within(300 * MS..700 * MS) } else { self.rng.within(0..400 * MS) };
+                self.after(wait, Event::PostEnds { write, outcome: PostOutcome::Lost });
+            } else {
+                self.post_ends(write, PostOutcome::Lost);
+            }
+        }
+    }
+
+    /// A crashed rank's sessions end at once on its own side; the peers hear of it at once, or only by its silence.
+    pub(super) fn drop_sessions(&mut self, node: usize, silently: bool) {
+        let silence = if silently { self.plan.timing.keep_alive * MS } else { 0 };
         for link in self.plan.nodes[node].links.clone() {
             let state = &mut self.links[link];
             let side = usize::from(state.ends[DECODE] == node);
             state.up[side] = false;
+            state.lagging[side] = false;
+            state.superseded[side] = false;
             if !std::mem::replace(&mut state.cut, true) {
-                self.side_will_be_down(link, 1 - side, 80);
+                let session = state.session;
+                let wait = silence + self.links[link].blocked_for(1 - side, self.now) + self.delay(80);
+                self.after(wait, Event::SideDown { link, session, side: 1 - side });
             }
         }
     }
@@ -186,7 +241,8 @@ impl World {
     pub(super) fn send(&mut self, from: usize, link: usize, message: &Message) -> Result<(), String> {
         self.check_durations(message)?;
         let side = usize::from(self.links[link].ends[PREFILL] == from);
-        if !self.links[link].up[1 - side] || self.links[link].cut {
+        let state = &self.links[link];
+        if !state.up[1 - side] || (state.cut && !state.lagging[side]) {
             return Ok(());
         }
         let incarnation = self.nodes[from].incarnation;
@@ -216,6 +272,8 @@ impl World {
             (PREFILL, 2) => Message::Abort(Abort { transfer, why: Verdict::Cancelled }),
             (PREFILL, _) => Message::Offer(Offer { transfer, held: super::plan::whole() }),
             (_, 0) => Message::Renew(Renew { transfer, ttl_ms: 1 }),
+            // It may be for a receiver, but comes at any time.
+            (_, 1) => Message::Working(Working { transfer }),
             (_, _) => Message::Stop(Stop { transfer, generation }),
         }
     }
@@ -269,9 +327,9 @@ impl World {
             return;
         }
         let Some((incarnation, bytes)) = state.queue[side].pop_front() else { return };
-        let (up, cut, node) = (state.up[side], state.cut, state.ends[side]);
+        let (up, lagging, cut, node) = (state.up[side], state.lagging[side], state.cut, state.ends[side]);
         // What was on its way when the session was cut may still arrive, or not.
-        if up && !(cut && self.rng.once_in(2)) {
+        if lagging || (up && !(cut && self.rng.once_in(2))) {
             self.push(node, Inbox::Message { link, incarnation, bytes });
         }
     }
@@ -299,7 +357,8 @@ impl World {
     }
 
     /// How long a word from decode to prefill takes.
-    pub(super) fn way_back(&mut self, link: usize, usual: u64) -> u64 {
-        self.links[link].blocked_for(PREFILL, self.now) + self.delay(usual)
+    pub(super) fn way_back(&mut self, link: usize, part: usize, usual: u64) -> u64 {
+        let node = self.links[link].ends[PREFILL];
+        self.links[link].blocked_for(PREFILL, self.now) + self.work(node, part, usual)
     }
 }

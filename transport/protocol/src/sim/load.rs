@@ -4,7 +4,7 @@
 //! those of the worst part, and a part that fails ends its siblings. A prefill rank lends its blocks to a part for each decode rank
 //! that wants heads of its own, and has them back when all leases are released.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::{NonZeroU32, NonZeroU64};
 use std::rc::Rc;
 use std::time::Duration;
@@ -92,12 +92,14 @@ impl World {
             last_generation: None,
             hashed: Coverage::new(),
             hashing: 0,
+            unhashed: false,
+            held: false,
             granting: false,
             fencing: false,
             finished: false,
             deadline: now + ms(timing.deadline),
             due: None,
-            ambush: plan.ambush,
+            ambushes: plan.ambushes.clone(),
         };
         self.nodes[index].receivers.insert(part, slot);
         self.limit_later(index, part, limit(timing.deadline + timing.ask), 0);
@@ -128,11 +130,12 @@ impl World {
             blocks: Rc::clone(blocks),
             adopted: None,
             posted: Coverage::new(),
-            writes: std::collections::BTreeSet::new(),
+            writes: BTreeSet::new(),
+            held: false,
             released: false,
             finished: false,
             due: None,
-            ambush: plan.ambush,
+            ambushes: plan.ambushes.clone(),
         };
         self.nodes[index].senders.insert(part, slot);
         self.limit_later(index, part, limit(timing.lease_max + timing.word), 0);

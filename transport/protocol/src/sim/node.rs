@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use crate::ids::{Generation, PeerId};
 use crate::message::{Grant, Message, Verdict};
-use crate::transfer::{Coverage, Early, EarlyConfig, PostOutcome, Receiver, ReceiverEnd, Rect, Sender, Time};
+use crate::transfer::{
+    Coverage, Early, EarlyConfig, GrantRefusal, PostOutcome, Receiver, ReceiverEnd, Rect, Sender, Time,
+};
 
 use super::memory::{Blocks, Memory};
 use super::plan::{Act, Ambush, AmbushState, Plan};
@@ -64,12 +66,16 @@ pub(super) struct ReceiverSlot {
     pub(super) hashed: Coverage,
     /// Questions of the machine that wait for their answer.
     pub(super) hashing: u32,
+    /// Nothing more can be hashed.
+    pub(super) unhashed: bool,
+    /// Its grants, fences and hashes take long.
+    pub(super) held: bool,
     pub(super) granting: bool,
     pub(super) fencing: bool,
     pub(super) finished: bool,
     pub(super) deadline: Time,
     pub(super) due: Option<Time>,
-    pub(super) ambush: Option<Ambush>,
+    pub(super) ambushes: Vec<Ambush>,
 }
 
 #[derive(Debug)]
@@ -82,10 +88,12 @@ pub(super) struct SenderSlot {
     pub(super) posted: Coverage,
     /// Posts whose end was not told.
     pub(super) writes: BTreeSet<u64>,
+    /// Its posts' ends take long.
+    pub(super) held: bool,
     pub(super) released: bool,
     pub(super) finished: bool,
     pub(super) due: Option<Time>,
-    pub(super) ambush: Option<Ambush>,
+    pub(super) ambushes: Vec<Ambush>,
 }
 
 /// What a decode rank takes for one request: a part from each prefill rank that has heads of its own.
@@ -121,8 +129,8 @@ pub(super) enum Inbox {
         bytes: Vec<u8>,
     },
     Landed {
-        link: usize,
         incarnation: u64,
+        version: u16,
         wrote: Vec<u8>,
     },
     Posted {
@@ -131,10 +139,11 @@ pub(super) enum Inbox {
         sequence: u32,
         outcome: PostOutcome,
     },
+    /// The transport's grant, or why there is none.
     Granted {
         part: usize,
         generation: Generation,
-        missing: Vec<Rect>,
+        grant: Result<u64, GrantRefusal>,
     },
     Fenced {
         part: usize,
@@ -231,14 +240,35 @@ impl Node {
         machines.into_iter().chain(self.early.poll_timeout().map(|(at, _)| at)).min()
     }
 
+    /// From now on what a part's driver waits for takes long.
+    pub(super) fn hold(&mut self, part: usize) {
+        if let Some(slot) = self.receivers.get_mut(&part) {
+            slot.held = true;
+        }
+        if let Some(slot) = self.senders.get_mut(&part) {
+            slot.held = true;
+        }
+    }
+
+    pub(super) fn is_held(&self, part: usize) -> bool {
+        let receiver = self.receivers.get(&part).is_some_and(|slot| slot.held);
+        receiver || self.senders.get(&part).is_some_and(|slot| slot.held)
+    }
+
     /// Notes when a part's machine is due; returns what an ambush does to it now.
     pub(super) fn note(&mut self, part: usize) -> Option<Act> {
-        let (due, slot_due, ambush, state, up) = if let Some(slot) = self.receivers.get_mut(&part) {
+        let (due, slot_due, ambushes, state, (up, hashes)) = if let Some(slot) = self.receivers.get_mut(&part) {
             let state = AmbushState::Receiver(slot.machine.kind());
-            (slot.machine.poll_timeout(), &mut slot.due, &mut slot.ambush, state, slot.machine.is_up())
+            (
+                slot.machine.poll_timeout(),
+                &mut slot.due,
+                &mut slot.ambushes,
+                state,
+                (slot.machine.is_up(), slot.hashing > 0),
+            )
         } else if let Some(slot) = self.senders.get_mut(&part) {
             let state = AmbushState::Sender(slot.machine.kind());
-            (slot.machine.poll_timeout(), &mut slot.due, &mut slot.ambush, state, slot.machine.is_up())
+            (slot.machine.poll_timeout(), &mut slot.due, &mut slot.ambushes, state, (slot.machine.is_up(), false))
         } else {
             return None;
         };
@@ -250,6 +280,8 @@ impl Node {
             *slot_due = due;
             self.due.extend(due.map(|at| (at, part)));
         }
-        ambush.take_if(|ambush| ambush.state == state && ambush.up == up).map(|ambush| ambush.act)
+        let waits = |ambush: &Ambush| ambush.state == state && ambush.up == up && (hashes || !ambush.hashing);
+        // In their order: only the first lies in wait.
+        if ambushes.first().is_some_and(waits) { Some(ambushes.remove(0).act) } else { None }
     }
 }

@@ -7,7 +7,6 @@ use crate::transfer::{Coverage, ReceiverOutput, Rect, SenderOutput};
 
 use super::memory::cells;
 use super::node::Inbox;
-use super::plan::MS;
 use super::world::{Event, World};
 
 impl World {
@@ -51,13 +50,13 @@ impl World {
                 }
                 slot.last_generation = Some(generation);
                 slot.granting = true;
-                let wait = self.rng.within(0..4 * MS);
+                let wait = self.work(index, part, 4);
                 self.after(wait, Event::GrantAnswer { node: index, incarnation, part, generation, missing });
             }
             ReceiverOutput::Send(message) => return self.send(index, self.plan.parts[part].link, &message),
             ReceiverOutput::Verify { generation, sequence, rect } => {
                 slot.hashing += 1;
-                let wait = self.delay(6);
+                let wait = self.work(index, part, 6);
                 let input = Inbox::Digested { part, generation, sequence, rect };
                 self.after(wait, Event::Input { node: index, incarnation, input });
             }
@@ -67,7 +66,7 @@ impl World {
                 let Some(&grant) = slot.grants.get(&generation) else {
                     return Err(format!("part {part}: no grant {generation} to revoke"));
                 };
-                let wait = self.delay(10);
+                let wait = self.work(index, part, 10);
                 self.after(wait, Event::FenceReturns { node: index, incarnation, part, generation, grant });
             }
             ReceiverOutput::Finished(end) => {

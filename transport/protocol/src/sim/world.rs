@@ -29,6 +29,16 @@ pub(super) enum Event {
         session: u64,
         side: usize,
     },
+    /// The driver hears that its session ended.
+    SideTold {
+        link: usize,
+        session: u64,
+        side: usize,
+    },
+    /// The driver hears of the first write under a grant that it has not heard of.
+    Notify {
+        grant: u64,
+    },
     /// The first message in the session's queue to a side arrives.
     Deliver {
         link: usize,
@@ -202,16 +212,17 @@ impl World {
         let node = match event {
             Event::SideUp { link, side, .. }
             | Event::SideDown { link, side, .. }
+            | Event::SideTold { link, side, .. }
             | Event::Deliver { link, side, .. } => self.links[*link].ends[*side],
             Event::Depart { write, .. } => self.writes.process_that_sends(*write)?,
             Event::Land { write, .. } => self.writes.process_that_receives(*write)?,
-            Event::FenceReturns { node, .. } | Event::Poll { node, .. } => *node,
+            Event::FenceReturns { node, .. } | Event::GrantAnswer { node, .. } | Event::Poll { node, .. } => *node,
             Event::Connect { link } => {
                 let ends = self.links[*link].ends;
                 return ends.iter().map(|&end| self.nodes[end].stopped_until).max().filter(|&until| until > self.now);
             }
             Event::PostEnds { .. }
-            | Event::GrantAnswer { .. }
+            | Event::Notify { .. }
             | Event::Input { .. }
             | Event::Engine { .. }
             | Event::Timer { .. }
@@ -235,8 +246,12 @@ impl World {
                 self.fence_returns(node, incarnation, part, generation, grant);
             }
             Event::GrantAnswer { node, incarnation, part, generation, missing } => {
-                self.input(node, incarnation, Inbox::Granted { part, generation, missing });
+                return self.answer_grant(node, incarnation, part, generation, &missing);
             }
+            Event::Notify { grant } => {
+                self.notify(grant);
+            }
+            Event::SideTold { link, session, side } => self.side_told(link, session, side),
             Event::Input { node, incarnation, input } => self.input(node, incarnation, input),
             Event::Engine { engine, incarnation, step } => return self.engine_step(engine, incarnation, step),
             Event::Poll { node, incarnation } => return self.poll(node, incarnation),
@@ -304,6 +319,17 @@ impl World {
         self.nodes[node].timer_at = Some(at);
         let incarnation = self.nodes[node].incarnation;
         self.after(at - self.now, Event::Timer { node, incarnation });
+    }
+
+    /// How long a grant, a fence, a hash or the end of a post takes.
+    pub(super) fn work(&mut self, node: usize, part: usize, usual: u64) -> u64 {
+        if self.nodes[node].is_held(part) {
+            return self.rng.within(300..700) * MS;
+        }
+        if self.rng.once_in(self.plan.odds.slow_work) {
+            return self.rng.within(50..400) * MS;
+        }
+        self.delay(usual)
     }
 
     /// A delay around `usual` milliseconds, now and then a long one.

@@ -3,16 +3,17 @@
 //! A write's pieces leave and land one by one, whenever they like, in no order to messages. A piece lands only under a live grant
 //! of its own session; the receiver's side ends a session, or revokes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use crate::ids::Generation;
 use crate::message::Wrote;
-use crate::transfer::PostOutcome;
+use crate::transfer::{GrantRefusal, PostOutcome, Rect};
 
 use super::links::{DECODE, PREFILL};
 use super::memory::{Blocks, Cell, cells, digest};
 use super::node::Inbox;
+use super::plan::MS;
 use super::report::DriverBug;
 use super::versions;
 use super::world::{Event, World};
@@ -35,6 +36,8 @@ pub(super) struct GrantRecord {
     live: bool,
     /// Bytes land although it is dead: a planted bug.
     leaks: bool,
+    /// Writes that landed, of which the driver has not heard.
+    unheard: VecDeque<Inbox>,
 }
 
 #[derive(Debug, Default)]
@@ -80,6 +83,12 @@ impl Grants {
         self.records.values().find(|grant| grant.live).map(|grant| grant.part)
     }
 
+    fn hear_of(&mut self, grant: u64, landed: Inbox) {
+        if let Some(record) = self.records.get_mut(&grant) {
+            record.unheard.push_back(landed);
+        }
+    }
+
     fn kill(&mut self, grant: u64, leaks: bool) {
         if let Some(record) = self.records.get_mut(&grant) {
             record.live = false;
@@ -101,6 +110,10 @@ impl Writes {
         self.records.get(&write).map(|write| write.wrote.generation)
     }
 
+    pub(super) fn part(&self, write: u64) -> Option<usize> {
+        self.records.get(&write).map(|write| write.part)
+    }
+
     pub(super) fn any_open(&self) -> Option<usize> {
         self.records.values().find(|write| !write.ended).map(|write| write.part)
     }
@@ -113,8 +126,44 @@ impl Writes {
 }
 
 impl World {
+    /// The transport makes the grant that a receiver asked for, or cannot; its driver hears of that later.
+    pub(super) fn answer_grant(
+        &mut self,
+        index: usize,
+        incarnation: u64,
+        part: usize,
+        generation: Generation,
+        missing: &[Rect],
+    ) -> Result<(), String> {
+        let full = self.rng.once_in(self.plan.odds.ungranted);
+        let heads = self.plan.parts[part].heads.clone();
+        let node = &mut self.nodes[index];
+        if node.incarnation != incarnation {
+            return Ok(());
+        }
+        let Some(slot) = node.receivers.get_mut(&part) else { return Ok(()) };
+        for cell in missing.iter().flat_map(|&rect| cells(rect, heads.clone())) {
+            if node.memory.is_visible(&slot.blocks, cell) {
+                return Err(format!("invariant 3: part {part} grants {cell:?}, which is read"));
+            }
+        }
+        let grant = if full {
+            Err(GrantRefusal::Impossible("too many grants".into()))
+        } else {
+            self.make_grant(index, part, generation).ok_or(GrantRefusal::NotConnected)
+        };
+        let node = &mut self.nodes[index];
+        if let (Ok(grant), Some(slot)) = (&grant, node.receivers.get_mut(&part)) {
+            node.memory.open(&slot.blocks, heads, Some((part, generation)));
+            slot.grants.insert(generation, *grant);
+        }
+        let wait = self.work(index, part, 2);
+        self.after(wait, Event::Input { node: index, incarnation, input: Inbox::Granted { part, generation, grant } });
+        Ok(())
+    }
+
     /// The transport makes a grant; `None` if there is no session.
-    pub(super) fn make_grant(&mut self, decode: usize, part: usize, generation: Generation) -> Option<u64> {
+    fn make_grant(&mut self, decode: usize, part: usize, generation: Generation) -> Option<u64> {
         let link = &self.links[self.plan.parts[part].link];
         let node = &self.nodes[decode];
         let view = node.views.get(&self.plan.parts[part].link)?;
@@ -131,6 +180,7 @@ impl World {
             blocks,
             live: true,
             leaks: false,
+            unheard: VecDeque::new(),
         };
         self.grants.next += 1;
         self.grants.records.insert(self.grants.next, record);
@@ -147,7 +197,18 @@ impl World {
         grant: u64,
     ) {
         self.grants.kill(grant, self.options.driver_bug == Some(DriverBug::FenceLies));
+        // What landed before is handed in before.
+        while self.notify(grant) {}
         self.input(node, incarnation, Inbox::Fenced { part, generation });
+    }
+
+    /// The driver hears of the first write under a grant that it has not heard of; `false` if there is none.
+    pub(super) fn notify(&mut self, grant: u64) -> bool {
+        let Some(record) = self.grants.records.get_mut(&grant) else { return false };
+        let Some(landed) = record.unheard.pop_front() else { return false };
+        let (node, incarnation) = (self.plan.parts[record.part].decode, record.incarnation);
+        self.input(node, incarnation, landed);
+        true
     }
 
     /// The decode side of a session ended: its grants are dead.
@@ -230,7 +291,7 @@ impl World {
     pub(super) fn cancel_posts(&mut self, from: usize, part: usize, generation: Generation) {
         for write in self.posts_of(from, part, generation) {
             if self.writes.generation(write) == Some(generation) {
-                let wait = self.delay(30);
+                let wait = self.work(from, part, 30);
                 self.after(wait, Event::PostEnds { write, outcome: PostOutcome::Lost });
             }
         }
@@ -262,7 +323,8 @@ impl World {
 
     pub(super) fn land(&mut self, id: u64, piece: usize) -> Result<(), String> {
         let Some(write) = self.writes.records.get_mut(&id) else { return Ok(()) };
-        let (to, link) = (write.ends[DECODE], self.plan.parts[write.part].link);
+        let (to, part) = (write.ends[DECODE], write.part);
+        let link = self.plan.parts[part].link;
         let blocked = self.links[link].blocked_for(DECODE, self.now);
         if blocked > 0 {
             self.after(blocked, Event::Land { write: id, piece });
@@ -276,7 +338,7 @@ impl World {
             && (grant.part, grant.session) == (write.part, write.session);
         if !takes {
             self.writes.forget_if_over(id);
-            let wait = self.way_back(link, 25);
+            let wait = self.way_back(link, part, 25);
             self.after(wait, Event::PostEnds { write: id, outcome: PostOutcome::Lost });
             return Ok(());
         }
@@ -290,10 +352,13 @@ impl World {
         }
         piece.landed = true;
         if write.pieces.iter().all(|piece| piece.landed) {
-            let incarnation = write.incarnation;
-            let wrote = versions::encode_wrote(self.links[link].version, &write.wrote)?;
-            self.push(to, Inbox::Landed { link, incarnation, wrote });
-            let wait = self.way_back(link, 25);
+            let (incarnation, version) = (write.incarnation, self.links[link].version);
+            let (grant, wrote) = (write.grant, versions::encode_wrote(version, &write.wrote)?);
+            self.grants.hear_of(grant, Inbox::Landed { incarnation, version, wrote });
+            let late = if self.rng.once_in(3) { 500 } else { 60 };
+            let wait = if self.rng.once_in(self.plan.odds.late_words) { self.rng.within(0..late * MS) } else { 0 };
+            self.after(wait, Event::Notify { grant });
+            let wait = self.way_back(link, part, 25);
             self.after(wait, Event::PostEnds { write: id, outcome: PostOutcome::Taken });
         }
         self.writes.forget_if_over(id);

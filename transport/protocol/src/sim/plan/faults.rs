@@ -25,6 +25,8 @@ pub(in crate::sim) enum Fault {
 pub(in crate::sim) struct Ambush {
     pub(in crate::sim) state: AmbushState,
     pub(in crate::sim) up: bool,
+    /// And something is being hashed.
+    pub(in crate::sim) hashing: bool,
     pub(in crate::sim) act: Act,
 }
 
@@ -37,6 +39,8 @@ pub(in crate::sim) enum AmbushState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::sim) enum Act {
     Cancel,
+    /// The other side cancels its part.
+    CancelPeer,
     Fail,
     Cut,
     /// The session ends now, on this side.
@@ -45,8 +49,22 @@ pub(in crate::sim) enum Act {
     Stop,
     /// The clock jumps to where every wait is over.
     Jump,
+    /// The other side's clock does.
+    JumpPeer,
+    /// The other side's clock jumps to where its wait for a word is over.
+    JumpPeerWord,
+    /// What is hashed from now on cannot be hashed.
+    Unhash,
     /// The peer says its last words again.
     Repeat,
+    /// Grants, fences, hashes and ends of posts take long from now on, and the session ends.
+    HoldDown,
+    /// The same, and what is being hashed cannot be.
+    HoldDownUnhash,
+    /// Ends of posts take long from now on, and this side cancels.
+    HoldCancel,
+    /// The same, and the other side cancels.
+    HoldCancelPeer,
 }
 
 /// One in so many; never if 0.
@@ -70,6 +88,10 @@ pub(in crate::sim) struct Odds {
     pub(in crate::sim) device: u64,
     /// Posts of a session that ended are told to be over after the session's end, not before it.
     pub(in crate::sim) late_posts: u64,
+    /// The driver hears of a write only a while after it landed.
+    pub(in crate::sim) late_words: u64,
+    /// A grant, a fence, a hash or the end of a post takes long.
+    pub(in crate::sim) slow_work: u64,
 }
 
 impl Odds {
@@ -78,38 +100,93 @@ impl Odds {
         Self {
             corrupt: draw(3, 25),
             repeat: if calm { 0 } else { draw(2, 3) },
-            echo: if calm { 0 } else { draw(4, 12) },
+            echo: if calm { 0 } else { draw(4, 4) },
             stray: if calm { 0 } else { draw(8, 15) },
             slow: draw(2, 20),
-            unhashed: draw(4, 40),
+            unhashed: draw(4, 10),
             ungranted: draw(3, 20),
             device: draw(3, 2),
             late_posts: draw(2, 2),
+            late_words: draw(2, 3),
+            slow_work: draw(4, 3),
         }
     }
 }
 
 impl Ambush {
-    pub(super) fn draw(rng: &mut Rng) -> Option<Self> {
-        if !rng.once_in(3) {
-            return None;
+    /// None, or some of them for one part.
+    pub(super) fn draw(rng: &mut Rng) -> Vec<Self> {
+        match rng.within(0..12) {
+            0..=5 => Vec::new(),
+            6..=7 => (0..rng.within(1..3)).map(|_| Self::draw_any(rng)).collect(),
+            _ => Self::draw_script(rng),
         }
+    }
+
+    fn draw_any(rng: &mut Rng) -> Self {
         let state = if rng.once_in(2) {
             AmbushState::Receiver(ReceiverState::ALL[index(rng, 0..ReceiverState::ALL.len())])
         } else {
             AmbushState::Sender(SenderState::ALL[index(rng, 0..SenderState::ALL.len())])
         };
-        let act = match rng.within(0..13) {
-            0..=2 => Act::Cancel,
-            3..=4 => Act::Fail,
-            5 => Act::Cut,
-            6..=7 => Act::Down,
-            8 => Act::CrashPeer,
-            9 => Act::Stop,
-            10..=11 => Act::Jump,
-            _ => Act::Repeat,
-        };
-        Some(Self { state, up: !rng.once_in(3), act })
+        Self { state, up: !rng.once_in(3), hashing: false, act: Act::draw(rng) }
+    }
+
+    /// Some in a row: the first ones lead to a state that is short and seldom, the last waits there.
+    fn draw_script(rng: &mut Rng) -> Vec<Self> {
+        use ReceiverState as R;
+        let receiver = |state, up, act| Self { state: AmbushState::Receiver(state), up, hashing: false, act };
+        let sender = |state, up, act| Self { state: AmbushState::Sender(state), up, hashing: false, act };
+        let (mut act, up) = (Act::draw(rng), !rng.once_in(3));
+        if rng.once_in(2) {
+            act = [Act::JumpPeerWord, Act::JumpPeerWord, Act::Jump, Act::CrashPeer][index(rng, 0..4)];
+        }
+        let again = [receiver(R::Granted, true, Act::Down), receiver(R::Granting, true, Act::Down)];
+        let hold = if rng.once_in(4) { Act::HoldDownUnhash } else { Act::HoldDown };
+        match rng.within(0..16) {
+            0 => vec![receiver(R::Granting, true, hold), receiver(R::GrantingRegrant, up, act)],
+            1..=2 => vec![receiver(R::Granted, true, hold), receiver(R::FencingRegrant, up, act)],
+            3..=6 => {
+                let first = Self { hashing: true, ..receiver(R::Granted, true, hold) };
+                vec![first, receiver(R::JudgingRegrant, up, act)]
+            }
+            // No grant without a session: what the session still says finds the receiver without one.
+            7 => vec![receiver(R::Granting, true, Act::Down), receiver(R::Waiting, false, act)],
+            // The same, and the sender has heard of a grant before.
+            8..=9 => [&again[..], &[receiver(R::Waiting, false, act)]].concat(),
+            10..=11 => {
+                let last = [receiver(R::Waiting, false, Act::Cancel), receiver(R::Lingering, false, act)];
+                [&again[..], &last].concat()
+            }
+            12..=13 => {
+                let last = [receiver(R::Granting, true, hold), receiver(R::GrantingRegrant, up, act)];
+                [&again[..1], &last].concat()
+            }
+            14 => vec![
+                sender(SenderState::Granted, true, Act::HoldCancel),
+                sender(SenderState::Aborting, true, if up { Act::Down } else { act }),
+            ],
+            _ => vec![sender(SenderState::Granted, true, Act::HoldCancelPeer), sender(SenderState::Ending, up, act)],
+        }
+    }
+}
+
+impl Act {
+    fn draw(rng: &mut Rng) -> Self {
+        match rng.within(0..18) {
+            0..=2 => Self::Cancel,
+            3 => Self::CancelPeer,
+            4 => Self::Fail,
+            5 => Self::Cut,
+            6 => Self::Down,
+            7..=8 => Self::CrashPeer,
+            9 => Self::Stop,
+            10..=11 => Self::Jump,
+            12 => Self::JumpPeer,
+            13..=14 => Self::JumpPeerWord,
+            15 => Self::Unhash,
+            _ => Self::Repeat,
+        }
     }
 }
 

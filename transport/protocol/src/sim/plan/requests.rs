@@ -58,7 +58,7 @@ pub(in crate::sim) struct Part {
     pub(in crate::sim) decode: usize,
     /// KV heads of the model.
     pub(in crate::sim) heads: Range<u16>,
-    pub(in crate::sim) ambush: Option<Ambush>,
+    pub(in crate::sim) ambushes: Vec<Ambush>,
 }
 
 impl Request {
@@ -150,7 +150,7 @@ pub(super) fn draw(rng: &mut Rng, plan: &mut Plan, size: Size, heads: u16, span:
                 plan.links[link].parts.push(part);
                 // The low half is the part's number, so that the driver finds it.
                 let transfer = TransferId::new(u128::from(rng.next()) << 64 | part as u128);
-                let ambush = if calm { None } else { Ambush::draw(rng) };
+                let ambushes = if calm { Vec::new() } else { Ambush::draw(rng) };
                 let heads = source.heads;
                 plan.parts.push(Part {
                     transfer,
@@ -159,7 +159,7 @@ pub(super) fn draw(rng: &mut Rng, plan: &mut Plan, size: Size, heads: u16, span:
                     prefill: ends[0],
                     decode: node,
                     heads,
-                    ambush,
+                    ambushes,
                 });
             }
         }

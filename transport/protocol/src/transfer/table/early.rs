@@ -141,7 +141,9 @@ impl EarlyState {
             Self::KeptGrant => (false, true),
         };
         match input {
-            I::Offer | I::Abort => from_sender,
+            // Who gave up offers no more.
+            I::Offer => from_sender && !matches!(self, Self::KeptAbort),
+            I::Abort => from_sender,
             I::Grant | I::Renew | I::Stop => from_receiver,
             I::Ended => true,
             // A sender answers a receiver only: who offered or gave up has heard nothing of one.

@@ -123,8 +123,10 @@ impl SenderState {
                 I::PeerUp | I::PeerDown | I::PeerRestarted | I::Computed | I::Fail | I::Cancel | I::Timeout => true,
                 // Who has a session and waits for no word has not heard of a grant yet.
                 I::PostedTaken | I::PostedLost => !(up && matches!(self, Self::Waiting)),
+                // A newer grant comes after a session's end; under an older one nothing is taken, so all is never posted.
+                I::Grant => up && !matches!(self, Self::GrantedPosted),
                 // They come in a session that is up.
-                I::Grant | I::Renew | I::Stop | I::Ended | I::Offer | I::Working | I::Stopped | I::Abort => up,
+                I::Renew | I::Stop | I::Ended | I::Offer | I::Working | I::Stopped | I::Abort => up,
                 // They belong to the session, not to a transfer.
                 I::Manifest | I::Engine => false,
             }
