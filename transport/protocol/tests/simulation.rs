@@ -85,7 +85,8 @@ fn the_invariants_hold_in_every_run() {
     let seeds = setting("KVFERRY_SIM_SEEDS").unwrap_or(SEEDS);
     let began = now();
     let every = Duration::from_secs(10);
-    let sum = sweep(first..first + seeds, &Options::default(), Some(every)).unwrap_or_else(|found| panic!("{found}"));
+    let swept = sweep(first..first + seeds, &Options::default(), Some(every));
+    let sum = swept.unwrap_or_else(|found| panic!("{}\n{found}", last_steps(found.seed)));
     let rate = seeds as f64 / began.elapsed().as_secs_f64();
     println!("{:.1?}, {rate:.0} seeds a second\n{sum}", began.elapsed());
     // Runs that hold because nothing happens in them would prove nothing.
@@ -108,6 +109,15 @@ fn the_invariants_hold_in_every_run() {
         let unseen = sum.visits.unseen();
         assert!(unseen.is_empty(), "these pairs fit and were never seen: {unseen:#?}");
     }
+}
+
+/// The end of a failing run, step by step; `replay` shows all of it.
+fn last_steps(seed: u64) -> String {
+    let trace = match run(seed, &Options { trace: true, ..Options::default() }) {
+        Ok(report) => report.trace,
+        Err(violation) => violation.trace,
+    };
+    trace[trace.len().saturating_sub(60)..].join("\n")
 }
 
 /// What must have happened among the seeds of a plain run.

@@ -6,7 +6,7 @@
 use crate::message::Verdict;
 use crate::transfer::{Coverage, ReceiverEnd, Rect};
 
-use super::plan::{LAYERS, MS, Plan};
+use super::plan::{LAYERS, MS, Plan, Weather};
 use super::world::World;
 
 /// How all transfers and requests ended.
@@ -198,9 +198,26 @@ impl World {
         if let Some(at) = self.ledger.requests.iter().position(|progress| progress.contains(&Progress::Begun)) {
             return Err(format!("invariant 2: request {at} never ended"));
         }
+        self.check_fair()?;
         for ends in &self.ledger.parts {
             let name = |verdict: &Option<Verdict>| verdict.as_ref().map_or("-", Verdict::name);
             *self.report.verdicts.entry((name(&ends.0), name(&ends.1))).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    /// Where nothing happened that may not be survived, everything is done; a sender may have missed the word.
+    fn check_fair(&self) -> Result<(), String> {
+        if self.plan.weather != Weather::Fair {
+            return Ok(());
+        }
+        for (part, ends) in self.ledger.parts.iter().enumerate() {
+            match ends {
+                (Some(Verdict::Done), Some(Verdict::Done | Verdict::Failed(_))) => {}
+                (receiver, sender) => {
+                    return Err(format!("fair weather: part {part} ended as {receiver:?} and {sender:?}"));
+                }
+            }
         }
         Ok(())
     }
@@ -223,6 +240,9 @@ impl World {
         for rect in good.rects() {
             let heads = self.plan.parts[part].heads.clone();
             self.check_cells(index, &slot.blocks, rect, heads, "invariant 8: good")?;
+        }
+        if !good.contains_all(&slot.shown) {
+            return Err(format!("invariant 8: part {part} showed more than it calls good: {end:?}"));
         }
         let wanted = plan.wanted();
         if end.verdict == Verdict::Done && !good.contains(wanted) {

@@ -91,6 +91,7 @@ impl World {
             grants: BTreeMap::new(),
             last_generation: None,
             hashed: Coverage::new(),
+            shown: Coverage::new(),
             hashing: 0,
             unhashed: false,
             held: false,

@@ -64,6 +64,8 @@ pub(super) struct ReceiverSlot {
     pub(super) last_generation: Option<Generation>,
     /// Hashed by the driver.
     pub(super) hashed: Coverage,
+    /// Attention may read it.
+    pub(super) shown: Coverage,
     /// Questions of the machine that wait for their answer.
     pub(super) hashing: u32,
     /// Nothing more can be hashed.

@@ -88,8 +88,10 @@ impl World {
         }
         let heads = self.plan.parts[part].heads.clone();
         self.check_cells(index, &slot.blocks, rect, heads.clone(), "invariant 3: visible")?;
-        let blocks = std::rc::Rc::clone(&slot.blocks);
-        self.nodes[index].memory.show(&blocks, cells(rect, heads));
+        let node = &mut self.nodes[index];
+        let Some(slot) = node.receivers.get_mut(&part) else { return Ok(()) };
+        slot.shown.insert(rect).map_err(|error| error.to_string())?;
+        node.memory.show(&slot.blocks, cells(rect, heads));
         Ok(())
     }
 

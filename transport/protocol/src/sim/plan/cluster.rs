@@ -6,7 +6,7 @@ use crate::ids::TpRank;
 use crate::layout::heads_of;
 use crate::wire::VersionRange;
 
-use super::{Rng, Size, index};
+use super::{Rng, Size, Weather, index};
 
 /// One serving instance.
 #[derive(Debug, Clone)]
@@ -47,7 +47,7 @@ pub(in crate::sim) struct LinkPlan {
 }
 
 /// Engines, how many of them prefill, their ranks, and the model's KV heads.
-pub(super) fn draw(rng: &mut Rng, size: Size, calm: bool) -> (Vec<EnginePlan>, usize, Vec<NodePlan>, u16) {
+pub(super) fn draw(rng: &mut Rng, size: Size, weather: Weather) -> (Vec<EnginePlan>, usize, Vec<NodePlan>, u16) {
     let most = match size {
         Size::Small | Size::Middle => 3,
         Size::Large => 5,
@@ -66,8 +66,12 @@ pub(super) fn draw(rng: &mut Rng, size: Size, calm: bool) -> (Vec<EnginePlan>, u
     for engine in 0..prefills + decodes {
         let tp_size = tp_sizes[index(rng, 0..tp_sizes.len())];
         let first = nodes.len();
-        let slow = !calm && rng.once_in(12);
-        let rate = if calm { 900..1101 } else { 700..1401 };
+        let slow = weather == Weather::Rough && rng.once_in(12);
+        let rate = if weather == Weather::Rough { 700..1401 } else { 900..1101 };
+        let pace = match weather {
+            Weather::Fair => super::MS / 2,
+            Weather::Calm | Weather::Rough => 2 * super::MS,
+        };
         for rank in 0..tp_size {
             let heads = heads_of(TpRank::new(rank), tp_size, heads).expect("the sizes divide one another");
             nodes.push(NodePlan {
@@ -76,27 +80,34 @@ pub(super) fn draw(rng: &mut Rng, size: Size, calm: bool) -> (Vec<EnginePlan>, u
                 heads,
                 rate: rng.within(rate.clone()),
                 offset: rng.within(0..1 << 50),
-                pace: if slow { rng.within(5..30) * super::MS } else { 2 * super::MS },
+                pace: if slow { rng.within(5..30) * super::MS } else { pace },
                 links: Vec::new(),
             });
         }
-        let versions = if calm { range(1, 1) } else { draw_versions(rng) };
+        let versions = draw_versions(rng, weather);
         engines.push(EnginePlan {
             nodes: first..nodes.len(),
-            blocks: if rng.once_in(5) { 3 } else { rng.within(6..if size == Size::Large { 60 } else { 20 }) as u32 },
+            blocks: match (weather, rng.within(0..5), size) {
+                // Enough for all requests at a time.
+                (Weather::Fair, _, Size::Large) => 2000,
+                (Weather::Fair, _, Size::Small | Size::Middle) => 400,
+                (_, 0, _) => 3,
+                (_, _, Size::Large) => rng.within(6..60) as u32,
+                (_, _, Size::Small | Size::Middle) => rng.within(6..20) as u32,
+            },
             tokens_per_block: [2, 4, 8][index(rng, 0..3)],
             versions,
-            upgraded: if rng.once_in(3) { draw_versions(rng) } else { versions },
+            upgraded: if rng.once_in(3) { draw_versions(rng, weather) } else { versions },
         });
     }
     (engines, prefills, nodes, heads)
 }
 
 /// This release, and the ones before and after it: neighbours share a version, others may not.
-fn draw_versions(rng: &mut Rng) -> VersionRange {
+fn draw_versions(rng: &mut Rng, weather: Weather) -> VersionRange {
     match rng.within(0..24) {
         0..=1 => range(1, 2),
-        2 => range(2, 3),
+        2 if weather == Weather::Rough => range(2, 3),
         3 => range(1, 3),
         _ => range(1, 1),
     }

@@ -2,7 +2,7 @@
 
 use crate::transfer::{ReceiverState, SenderState};
 
-use super::{MS, Plan, Rng, Size, index};
+use super::{MS, Plan, Rng, Size, Weather, index};
 
 #[derive(Debug, Clone, Copy)]
 pub(in crate::sim) enum Fault {
@@ -95,13 +95,13 @@ pub(in crate::sim) struct Odds {
 }
 
 impl Odds {
-    pub(super) fn draw(rng: &mut Rng, calm: bool) -> Self {
+    pub(super) fn draw(rng: &mut Rng, weather: Weather) -> Self {
         let mut draw = |once_in, odds| if rng.once_in(once_in) { odds } else { 0 };
-        Self {
+        let all = Self {
             corrupt: draw(3, 25),
-            repeat: if calm { 0 } else { draw(2, 3) },
-            echo: if calm { 0 } else { draw(4, 4) },
-            stray: if calm { 0 } else { draw(8, 15) },
+            repeat: draw(2, 3),
+            echo: draw(4, 4),
+            stray: draw(8, 15),
             slow: draw(2, 20),
             unhashed: draw(4, 10),
             ungranted: draw(3, 20),
@@ -109,6 +109,13 @@ impl Odds {
             late_posts: draw(2, 2),
             late_words: draw(2, 3),
             slow_work: draw(4, 3),
+        };
+        match weather {
+            Weather::Rough => all,
+            Weather::Calm => Self { repeat: 0, echo: 0, stray: 0, ..all },
+            Weather::Fair => {
+                Self { corrupt: 0, stray: 0, slow: 0, unhashed: 0, ungranted: 0, late_words: 0, slow_work: 0, ..all }
+            }
         }
     }
 }
@@ -191,6 +198,39 @@ impl Act {
 }
 
 pub(super) fn draw(rng: &mut Rng, plan: &Plan, size: Size, span: u64) -> Vec<(u64, Fault)> {
+    match plan.weather {
+        Weather::Fair => draw_fair(rng, plan, span),
+        Weather::Calm => Vec::new(),
+        Weather::Rough => draw_rough(rng, plan, size, span),
+    }
+}
+
+/// Faults that no transfer may fail of: one cut or short partition a link, one short stop or slow spell a rank.
+fn draw_fair(rng: &mut Rng, plan: &Plan, span: u64) -> Vec<(u64, Fault)> {
+    let mut faults = Vec::new();
+    for link in 0..plan.links.len() {
+        let at = rng.within(0..2 * span);
+        match rng.within(0..4) {
+            0 => faults.push((at, Fault::Cut { link })),
+            1 => {
+                let to = [[true, true], [true, false], [false, true]][index(rng, 0..3)];
+                faults.push((at, Fault::Partition { link, to, lasts: rng.within(1..150) * MS }));
+            }
+            _ => {}
+        }
+    }
+    for node in 0..plan.nodes.len() {
+        let (at, lasts) = (rng.within(0..2 * span), rng.within(1..100) * MS);
+        match rng.within(0..4) {
+            0 => faults.push((at, Fault::Stop { node, lasts })),
+            1 => faults.push((at, Fault::Slow { node, lasts, pace: 3 * MS })),
+            _ => {}
+        }
+    }
+    faults
+}
+
+fn draw_rough(rng: &mut Rng, plan: &Plan, size: Size, span: u64) -> Vec<(u64, Fault)> {
     let count = match size {
         Size::Small => rng.within(0..6),
         Size::Middle => rng.within(0..12),

@@ -26,6 +26,7 @@ pub(super) struct Plan {
     /// Of all requests, in their order.
     pub(super) parts: Vec<Part>,
     pub(super) faults: Vec<(u64, Fault)>,
+    pub(super) weather: Weather,
     pub(super) timing: Timing,
     pub(super) odds: Odds,
     /// Receivers ask before they revoke.
@@ -52,6 +53,17 @@ pub(super) struct Timing {
     pub(super) keep_alive: u64,
 }
 
+/// How bad it gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Weather {
+    /// Only what must be survived: every request is done in the end.
+    Fair,
+    /// No faults, but changed bytes, long delays, pools that are full, and engines that disagree.
+    Calm,
+    /// Everything.
+    Rough,
+}
+
 /// How large a run is: most are small and fast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Size {
@@ -72,8 +84,12 @@ impl Plan {
         } else {
             Size::Small
         };
-        let calm = rng.once_in(6);
-        let (engines, prefills, nodes, heads) = cluster::draw(rng, size, calm);
+        let weather = match rng.within(0..10) {
+            0 => Weather::Fair,
+            1 => Weather::Calm,
+            _ => Weather::Rough,
+        };
+        let (engines, prefills, nodes, heads) = cluster::draw(rng, size, weather);
         let span = match size {
             Size::Small => 1500 * MS,
             Size::Middle => 2500 * MS,
@@ -87,20 +103,25 @@ impl Plan {
             requests: Vec::new(),
             parts: Vec::new(),
             faults: Vec::new(),
-            timing: Timing::draw(rng),
-            odds: Odds::draw(rng, calm),
+            weather,
+            timing: Timing::draw(rng, weather),
+            odds: Odds::draw(rng, weather),
             ask: rng.once_in(2),
             cancel_ranks: !rng.once_in(4),
-            early: if rng.once_in(3) { (3, 2) } else { (16, 8) },
+            early: match (weather, rng.within(0..3)) {
+                (Weather::Fair, _) => (1000, 1000),
+                (Weather::Calm | Weather::Rough, 0) => (3, 2),
+                (Weather::Calm | Weather::Rough, _) => (16, 8),
+            },
         };
-        requests::draw(rng, &mut plan, size, heads, span, calm);
-        plan.faults = if calm { Vec::new() } else { faults::draw(rng, &plan, size, span) };
+        requests::draw(rng, &mut plan, size, heads, span);
+        plan.faults = faults::draw(rng, &plan, size, span);
         plan
     }
 }
 
 impl Timing {
-    fn draw(rng: &mut Rng) -> Self {
+    fn draw(rng: &mut Rng, weather: Weather) -> Self {
         let usual = Self {
             deadline: 2500,
             progress: 900,
@@ -113,7 +134,7 @@ impl Timing {
             early: 500,
             keep_alive: 400,
         };
-        if !rng.once_in(2) {
+        if weather == Weather::Fair || !rng.once_in(2) {
             return usual;
         }
         // Each on its own: which one comes first must not matter.

@@ -7,7 +7,7 @@ use crate::layout::sources_of;
 use crate::transfer::{Order, Rect};
 
 use super::faults::Ambush;
-use super::{LAYERS, LinkPlan, MS, Plan, Rng, Size, index};
+use super::{LAYERS, LinkPlan, MS, Plan, Rng, Size, Weather, index};
 
 #[derive(Debug, Clone)]
 pub(in crate::sim) struct Request {
@@ -83,7 +83,8 @@ impl Request {
         Rect::new(last_first..self.held, layer..layer + 1).ok()
     }
 
-    fn draw(rng: &mut Rng, plan: &Plan, span: u64, calm: bool) -> Self {
+    fn draw(rng: &mut Rng, plan: &Plan, span: u64) -> Self {
+        let (fair, rough) = (plan.weather == Weather::Fair, plan.weather == Weather::Rough);
         let prefill = index(rng, 0..plan.prefills);
         let decode = index(rng, plan.prefills..plan.engines.len());
         let room = |engine: usize| plan.engines[engine].blocks * plan.engines[engine].tokens_per_block;
@@ -92,9 +93,9 @@ impl Request {
         let tokens = rng.within(1..most + 1) as u32;
         let local = if rng.once_in(2) { 0 } else { (rng.within(0..tokens.into()) as u32) / block * block };
         // Now and then the two sides disagree about the tokens.
-        let held = if rng.once_in(25) { rng.within(1..most + 1) as u32 } else { tokens };
+        let held = if !fair && rng.once_in(25) { rng.within(1..most + 1) as u32 } else { tokens };
         let first = rng.within(0..span);
-        let apart = if rng.once_in(8) { 900 } else { 60 };
+        let apart = if !fair && rng.once_in(8) { 900 } else { 60 };
         let second = first + rng.within(0..apart) * MS;
         let (decode_at, prefill_at) = if rng.once_in(2) { (first, second) } else { (second, first) };
         let mut whims = Vec::new();
@@ -105,7 +106,7 @@ impl Request {
             (20, false, Whim::Preempt),
             (20, false, Whim::Fail),
         ] {
-            if !calm && rng.once_in(once_in) {
+            if rough && rng.once_in(once_in) {
                 whims.push((first + rng.within(0..700) * MS, decode, whim));
             }
         }
@@ -121,7 +122,7 @@ impl Request {
             decode_at,
             prefill_at,
             tokens_per_chunk: rng.within(1..17) as u32,
-            compute: rng.within(1..60) * MS,
+            compute: rng.within(1..if fair { 10 } else { 60 }) * MS,
             whims,
             hold: rng.within(1..200) * MS,
             posts_in_flight: rng.within(1..6) as u32,
@@ -131,14 +132,14 @@ impl Request {
 }
 
 /// Draws the requests of a plan, with their parts and the links that they need.
-pub(super) fn draw(rng: &mut Rng, plan: &mut Plan, size: Size, heads: u16, span: u64, calm: bool) {
+pub(super) fn draw(rng: &mut Rng, plan: &mut Plan, size: Size, heads: u16, span: u64) {
     let count = match size {
         Size::Small => rng.within(1..7),
         Size::Middle => rng.within(6..20),
         Size::Large => rng.within(50..130),
     };
     for number in 0..count as usize {
-        let mut request = Request::draw(rng, plan, span, calm);
+        let mut request = Request::draw(rng, plan, span);
         let first = plan.parts.len();
         let (prefill, decode) = (&plan.engines[request.prefill], &plan.engines[request.decode]);
         let (prefill, decode) = (prefill.nodes.clone(), decode.nodes.clone());
@@ -150,7 +151,7 @@ pub(super) fn draw(rng: &mut Rng, plan: &mut Plan, size: Size, heads: u16, span:
                 plan.links[link].parts.push(part);
                 // The low half is the part's number, so that the driver finds it.
                 let transfer = TransferId::new(u128::from(rng.next()) << 64 | part as u128);
-                let ambushes = if calm { Vec::new() } else { Ambush::draw(rng) };
+                let ambushes = if plan.weather == Weather::Rough { Ambush::draw(rng) } else { Vec::new() };
                 let heads = source.heads;
                 plan.parts.push(Part {
                     transfer,
