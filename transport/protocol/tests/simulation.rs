@@ -171,6 +171,7 @@ const fn seen_as(bug: Planted) -> &'static str {
         Planted::GoodOverReported => "invariant 8",
         Planted::AbsoluteTime => "invariant 6",
         Planted::PostsBeyondLimit => "posts in flight",
+        Planted::RegrantForgotten => "fair weather",
         Planted::EarlyKeptForever => "early messages are left over",
         Planted::EarlyUnbounded => "early messages",
     }

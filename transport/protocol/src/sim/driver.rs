@@ -60,7 +60,7 @@ impl World {
             Inbox::FailPart { part } => self.fail_part(index, part),
             Inbox::Again { link, incarnation, message } => {
                 if self.nodes[index].incarnation == incarnation {
-                    self.send(index, link, &message)
+                    self.send(index, link, *message)
                 } else {
                     Ok(())
                 }
@@ -180,7 +180,7 @@ impl World {
         self.report.visits.early(state, kind.into());
         self.check_early(index)?;
         match answer {
-            Some(answer) => self.send(index, link, &answer),
+            Some(answer) => self.send(index, link, answer),
             None => Ok(()),
         }
     }
@@ -305,7 +305,7 @@ impl World {
         }
         for (_, answer) in answers {
             if let Some(part) = answer.transfer().and_then(|transfer| self.part_of(transfer)) {
-                self.send(index, self.plan.parts[part].link, &answer)?;
+                self.send(index, self.plan.parts[part].link, answer)?;
             }
         }
         Ok(())

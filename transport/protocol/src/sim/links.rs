@@ -4,6 +4,7 @@
 //! up; each side learns of its session's end in its own time.
 
 use std::collections::VecDeque;
+use std::rc::Rc;
 
 use crate::ids::{Generation, Incarnation, PeerId, PpRank, TpRank, TransferId};
 use crate::message::{Abort, Message, Offer, Renew, Stop, Stopped, Verdict, Working};
@@ -38,7 +39,7 @@ pub(super) struct Link {
     /// When the last message to each side arrives.
     arrival: [u64; 2],
     /// The last messages: to which side, from which incarnation.
-    said: VecDeque<(usize, u64, Message)>,
+    said: VecDeque<(usize, u64, Rc<Message>)>,
 }
 
 pub(super) const PREFILL: usize = 0;
@@ -238,25 +239,26 @@ impl World {
     }
 
     /// A rank says something, now and then twice, or with something that is not for the other side.
-    pub(super) fn send(&mut self, from: usize, link: usize, message: &Message) -> Result<(), String> {
-        self.check_durations(message)?;
+    pub(super) fn send(&mut self, from: usize, link: usize, message: Message) -> Result<(), String> {
+        self.check_durations(&message)?;
         let side = usize::from(self.links[link].ends[PREFILL] == from);
         let state = &self.links[link];
         if !state.up[1 - side] || (state.cut && !state.lagging[side]) {
             return Ok(());
         }
         let incarnation = self.nodes[from].incarnation;
+        let message = Rc::new(message);
         let said = &mut self.links[link].said;
-        said.push_back((side, incarnation, message.clone()));
+        said.push_back((side, incarnation, Rc::clone(&message)));
         if said.len() > 6 {
             said.pop_front();
         }
-        self.say(link, side, incarnation, message)?;
+        self.say(link, side, incarnation, &message)?;
         if self.rng.once_in(self.plan.odds.echo) {
-            self.say(link, side, incarnation, message)?;
+            self.say(link, side, incarnation, &message)?;
         }
         if self.rng.once_in(self.plan.odds.stray) {
-            let stray = self.stray(side, message);
+            let stray = self.stray(side, &message);
             self.say(link, side, incarnation, &stray)?;
         }
         Ok(())
@@ -308,7 +310,7 @@ impl World {
         let peer = self.links[link].ends[1 - side];
         let incarnation = self.nodes[peer].incarnation;
         let said = self.links[link].said.iter().filter(|(to, of, _)| (*to, *of) == (side, incarnation));
-        let words: Vec<Message> = said.map(|(_, _, message)| message.clone()).collect();
+        let words: Vec<Message> = said.map(|(_, _, message)| message.as_ref().clone()).collect();
         for message in words {
             let message = Box::new(message);
             self.push(peer, Inbox::Again { link, incarnation, message });

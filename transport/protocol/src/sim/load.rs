@@ -188,7 +188,7 @@ impl World {
             let answer = node.early.decline(now, &view.id, transfer, "no room");
             self.check_early(index)?;
             if let Some(answer) = answer {
-                self.send(index, link, &answer)?;
+                self.send(index, link, answer)?;
             }
         }
         Ok(())

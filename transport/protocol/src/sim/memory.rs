@@ -46,16 +46,12 @@ pub(super) struct Blocks {
 pub(super) struct Memory {
     tokens_per_block: u32,
     heads: Range<u16>,
-    pages: Vec<Page>,
-}
-
-#[derive(Debug, Clone)]
-struct Page {
-    user: User,
-    /// By head: the part and the grant under which bytes may land.
+    /// By page.
+    users: Vec<User>,
+    /// By page and head: the part and the grant under which bytes may land.
     open: Vec<Option<(usize, Generation)>>,
+    /// By page, token, layer and head: what it holds, and whether attention may read it, so that it must not change any more.
     cells: Vec<u64>,
-    /// Attention may read it: it must not change any more.
     visible: Vec<bool>,
 }
 
@@ -73,14 +69,16 @@ enum User {
 
 impl Memory {
     pub(super) fn new(blocks: u32, tokens_per_block: u32, heads: Range<u16>) -> Self {
-        let cells = (tokens_per_block * u32::from(LAYERS)) as usize * heads.len();
-        let page = Page {
-            user: User::Nobody,
-            open: vec![None; heads.len()],
+        let pages = blocks as usize;
+        let cells = pages * (tokens_per_block * u32::from(LAYERS)) as usize * heads.len();
+        Self {
+            tokens_per_block,
+            users: vec![User::Nobody; pages],
+            open: vec![None; pages * heads.len()],
             cells: vec![0; cells],
             visible: vec![false; cells],
-        };
-        Self { tokens_per_block, heads, pages: vec![page; blocks as usize] }
+            heads,
+        }
     }
 
     /// Transfers of a request begin to use its blocks.
@@ -92,7 +90,8 @@ impl Memory {
     pub(super) fn settle(&mut self, blocks: &Blocks) -> Result<(), String> {
         self.turn(blocks, User::Transfers(blocks.request), User::Engine(blocks.request))?;
         for &id in &blocks.ids {
-            self.pages[id as usize].open.fill(None);
+            let open = self.open_of(id);
+            self.open[open].fill(None);
         }
         Ok(())
     }
@@ -101,7 +100,8 @@ impl Memory {
     pub(super) fn free(&mut self, blocks: &Blocks) -> Result<(), String> {
         self.turn(blocks, User::Engine(blocks.request), User::Nobody)?;
         for &id in &blocks.ids {
-            self.pages[id as usize].visible.fill(false);
+            let cells = self.cells_of(id);
+            self.visible[cells].fill(false);
         }
         Ok(())
     }
@@ -110,7 +110,8 @@ impl Memory {
     pub(super) fn poison(&mut self, blocks: &Blocks) -> Result<(), String> {
         self.turn(blocks, User::Nobody, User::Other)?;
         for &id in &blocks.ids {
-            self.pages[id as usize].cells.fill(POISON);
+            let cells = self.cells_of(id);
+            self.cells[cells].fill(POISON);
         }
         Ok(())
     }
@@ -118,7 +119,8 @@ impl Memory {
     /// The engine gives poisoned blocks back: nobody else may have written them.
     pub(super) fn clean(&mut self, blocks: &Blocks) -> Result<(), String> {
         self.turn(blocks, User::Other, User::Nobody)?;
-        match blocks.ids.iter().find(|&&id| self.pages[id as usize].cells.iter().any(|&cell| cell != POISON)) {
+        let written = |id: &&u32| self.cells[self.cells_of(**id)].iter().any(|&cell| cell != POISON);
+        match blocks.ids.iter().find(written) {
             Some(id) => Err(format!("invariant 1: late byte: page {id} was written after it was given back")),
             None => Ok(()),
         }
@@ -126,12 +128,10 @@ impl Memory {
 
     fn turn(&mut self, blocks: &Blocks, from: User, to: User) -> Result<(), String> {
         for &id in &blocks.ids {
-            let page = &mut self.pages[id as usize];
-            if page.user != from {
-                let user = page.user;
+            let user = std::mem::replace(&mut self.users[id as usize], to);
+            if user != from {
                 return Err(format!("invariant 4: page {id} goes from {from:?} to {to:?}, but {user:?} uses it"));
             }
-            page.user = to;
         }
         Ok(())
     }
@@ -139,14 +139,15 @@ impl Memory {
     pub(super) fn open(&mut self, blocks: &Blocks, heads: Range<u16>, grant: Option<(usize, Generation)>) {
         let heads = usize::from(heads.start - self.heads.start)..usize::from(heads.end - self.heads.start);
         for &id in &blocks.ids {
-            self.pages[id as usize].open[heads.clone()].fill(grant);
+            let first = self.open_of(id).start;
+            self.open[first + heads.start..first + heads.end].fill(grant);
         }
     }
 
     /// The engine computes a cell.
     pub(super) fn set(&mut self, blocks: &Blocks, cell: Cell, value: u64) {
-        let (page, at) = self.find(blocks, cell);
-        self.pages[page].cells[at] = value;
+        let (_, at) = self.find(blocks, cell);
+        self.cells[at] = value;
     }
 
     /// A byte from the network lands.
@@ -158,28 +159,26 @@ impl Memory {
         value: u64,
     ) -> Result<(), String> {
         let (index, at) = self.find(blocks, cell);
-        let head = usize::from(cell.2 - self.heads.start);
-        let page = &mut self.pages[index];
-        if page.user != User::Transfers(blocks.request) {
-            return Err(format!("invariant 1: late byte: {cell:?} under {grant:?} in page {index} of {:?}", page.user));
+        let head = index * self.heads.len() + usize::from(cell.2 - self.heads.start);
+        let (user, open) = (self.users[index], self.open[head]);
+        if user != User::Transfers(blocks.request) {
+            return Err(format!("invariant 1: late byte: {cell:?} under {grant:?} in page {index} of {user:?}"));
         }
-        if page.open[head] != Some(grant) {
-            let open = page.open[head];
+        if open != Some(grant) {
             return Err(format!("invariant 1: late byte: {cell:?} under {grant:?} in page {index} open for {open:?}"));
         }
-        if page.visible[at] {
+        if self.visible[at] {
             return Err(format!("invariant 3: {cell:?} under {grant:?} lands on bytes that attention reads"));
         }
-        page.cells[at] = value;
+        self.cells[at] = value;
         Ok(())
     }
 
     /// A cell's content; fails if the page is not the request's any more.
     pub(super) fn read(&self, blocks: &Blocks, cell: Cell) -> Result<u64, String> {
         let (index, at) = self.find(blocks, cell);
-        let page = &self.pages[index];
-        match page.user {
-            User::Transfers(request) | User::Engine(request) if request == blocks.request => Ok(page.cells[at]),
+        match self.users[index] {
+            User::Transfers(request) | User::Engine(request) if request == blocks.request => Ok(self.cells[at]),
             user => {
                 let request = blocks.request;
                 Err(format!("invariant 4: {cell:?} of request {request} is read from page {index} of {user:?}"))
@@ -190,7 +189,7 @@ impl Memory {
     /// A cell's content, for a transfer; fails once no transfer may read the page any more.
     pub(super) fn read_for_transfer(&self, blocks: &Blocks, cell: Cell) -> Result<u64, String> {
         let (index, _) = self.find(blocks, cell);
-        match self.pages[index].user {
+        match self.users[index] {
             User::Engine(_) => Err(format!("invariant 4: {cell:?} is read from page {index} after the last lease")),
             User::Nobody | User::Transfers(_) | User::Other => self.read(blocks, cell),
         }
@@ -198,24 +197,35 @@ impl Memory {
 
     pub(super) fn show(&mut self, blocks: &Blocks, cells: impl Iterator<Item = Cell>) {
         for cell in cells {
-            let (page, at) = self.find(blocks, cell);
-            self.pages[page].visible[at] = true;
+            let (_, at) = self.find(blocks, cell);
+            self.visible[at] = true;
         }
     }
 
     pub(super) fn is_visible(&self, blocks: &Blocks, cell: Cell) -> bool {
-        let (page, at) = self.find(blocks, cell);
-        self.pages[page].visible[at]
+        let (_, at) = self.find(blocks, cell);
+        self.visible[at]
     }
 
     pub(super) fn is_unused(&self) -> bool {
-        self.pages.iter().all(|page| page.user == User::Nobody)
+        self.users.iter().all(|&user| user == User::Nobody)
     }
 
+    /// The page and the cell's place among all cells.
     fn find(&self, blocks: &Blocks, (token, layer, head): Cell) -> (usize, usize) {
         let page = blocks.ids[(token / self.tokens_per_block - blocks.first_block) as usize];
         let row = (token % self.tokens_per_block) as usize * usize::from(LAYERS) + usize::from(layer);
-        (page as usize, row * self.heads.len() + usize::from(head - self.heads.start))
+        let cell = row * self.heads.len() + usize::from(head - self.heads.start);
+        (page as usize, self.cells_of(page).start + cell)
+    }
+
+    fn cells_of(&self, page: u32) -> Range<usize> {
+        let cells = self.tokens_per_block as usize * usize::from(LAYERS) * self.heads.len();
+        page as usize * cells..(page as usize + 1) * cells
+    }
+
+    fn open_of(&self, page: u32) -> Range<usize> {
+        page as usize * self.heads.len()..(page as usize + 1) * self.heads.len()
     }
 }
 

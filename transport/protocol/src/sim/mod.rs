@@ -16,6 +16,8 @@
 //! clocks that run apart and jump, words said again, twice, or to the wrong side, changed bytes, cancels, preemption with blocks that
 //! are used again at once, pools that are too small, and ambushes: something done to a machine the moment it is in a certain state.
 //!
+//! One run in ten has fair weather: only faults that a transfer must survive, and then every transfer must be done.
+//!
 //! The same seed gives the same run. The drivers here follow the rules in [`transfer`](crate::transfer) to the letter, so they
 //! are also the shortest example of one.
 

@@ -53,7 +53,7 @@ impl World {
                 let wait = self.work(index, part, 4);
                 self.after(wait, Event::GrantAnswer { node: index, incarnation, part, generation, missing });
             }
-            ReceiverOutput::Send(message) => return self.send(index, self.plan.parts[part].link, &message),
+            ReceiverOutput::Send(message) => return self.send(index, self.plan.parts[part].link, message),
             ReceiverOutput::Verify { generation, sequence, rect } => {
                 slot.hashing += 1;
                 let wait = self.work(index, part, 6);
@@ -115,7 +115,7 @@ impl World {
                 {
                     return Err(format!("invariant 1: the sender of part {part} says stopped while it posts"));
                 }
-                return self.send(index, self.plan.parts[part].link, &message);
+                return self.send(index, self.plan.parts[part].link, message);
             }
             SenderOutput::ReleaseLease => {
                 if !slot.writes.is_empty() {

@@ -3,6 +3,8 @@
 //! Version 1 is the released one, through the crate's codec. The later ones stand for releases to come: the same model in other
 //! bytes, so that who reads in another version than was agreed on is found out.
 
+use std::borrow::Cow;
+
 use crate::codec;
 use crate::message::{Message, Wrote};
 use crate::wire::{Challenge, HandshakeError, Hello, LaneKind, VersionRange};
@@ -28,8 +30,7 @@ pub(super) fn encode(version: u16, message: &Message) -> Result<Vec<u8>, String>
 
 /// Reads a message of a session, which must be in the session's version.
 pub(super) fn decode(version: u16, bytes: &[u8]) -> Result<Message, String> {
-    let bytes = turn_back(version, bytes)?;
-    codec::decode(&bytes).map_err(|error| format!("a message cannot be read: {error}"))
+    codec::decode(&turn_back(version, bytes)?).map_err(|error| format!("a message cannot be read: {error}"))
 }
 
 pub(super) fn encode_wrote(version: u16, wrote: &Wrote) -> Result<Vec<u8>, String> {
@@ -38,8 +39,7 @@ pub(super) fn encode_wrote(version: u16, wrote: &Wrote) -> Result<Vec<u8>, Strin
 }
 
 pub(super) fn decode_wrote(version: u16, bytes: &[u8]) -> Result<Wrote, String> {
-    let bytes = turn_back(version, bytes)?;
-    codec::decode_wrote(&bytes).map_err(|error| format!("a notification cannot be read: {error}"))
+    codec::decode_wrote(&turn_back(version, bytes)?).map_err(|error| format!("a notification cannot be read: {error}"))
 }
 
 /// The version that the crate's codec writes.
@@ -53,15 +53,16 @@ fn turn_into(version: u16, mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-fn turn_back(version: u16, bytes: &[u8]) -> Result<Vec<u8>, String> {
+fn turn_back(version: u16, bytes: &[u8]) -> Result<Cow<'_, [u8]>, String> {
     let found = bytes.first_chunk::<2>().map(|found| u16::from_le_bytes(*found));
     if found != Some(version) {
         return Err(format!("version: {found:?} is spoken in a session of version {version}"));
     }
-    let mut bytes = bytes.to_vec();
-    if version != RELEASED {
-        bytes[..2].copy_from_slice(&RELEASED.to_le_bytes());
-        bytes[2..].iter_mut().for_each(|byte| *byte ^= version as u8);
+    if version == RELEASED {
+        return Ok(bytes.into());
     }
-    Ok(bytes)
+    let mut bytes = bytes.to_vec();
+    bytes[..2].copy_from_slice(&RELEASED.to_le_bytes());
+    bytes[2..].iter_mut().for_each(|byte| *byte ^= version as u8);
+    Ok(bytes.into())
 }

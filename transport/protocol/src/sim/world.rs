@@ -1,6 +1,7 @@
 //! The run: a queue of events in the order of time, and what each of them does.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 use crate::ids::Generation;
 use crate::transfer::{PostOutcome, Rect};
@@ -107,8 +108,7 @@ pub(super) enum Event {
 #[derive(Debug)]
 pub(super) struct World {
     pub(super) now: u64,
-    queue: BTreeMap<(u64, u64), Event>,
-    next_event: u64,
+    queue: Queue,
     pub(super) rng: Rng,
     pub(super) plan: Plan,
     pub(super) options: Options,
@@ -119,6 +119,34 @@ pub(super) struct World {
     pub(super) writes: Writes,
     pub(super) ledger: Ledger,
     pub(super) report: Report,
+}
+
+/// What will happen, by its time; what happens at one time keeps the order in which it was put in.
+#[derive(Debug, Default)]
+struct Queue {
+    /// When, the how-manieth, and where the event is kept.
+    order: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    events: Vec<Option<Event>>,
+    unused: Vec<usize>,
+    next: u64,
+}
+
+impl Queue {
+    fn push(&mut self, at: u64, event: Event) {
+        let place = self.unused.pop().unwrap_or(self.events.len());
+        match self.events.get_mut(place) {
+            Some(kept) => *kept = Some(event),
+            None => self.events.push(Some(event)),
+        }
+        self.next += 1;
+        self.order.push(Reverse((at, self.next, place)));
+    }
+
+    fn pop(&mut self) -> Option<(u64, Event)> {
+        let Reverse((at, _, place)) = self.order.pop()?;
+        self.unused.push(place);
+        Some((at, self.events[place].take()?))
+    }
 }
 
 /// No run needs more.
@@ -153,8 +181,7 @@ impl World {
         let report = Report { runs: 1, transfers, most_transfers: transfers, ..Report::default() };
         let mut world = Self {
             now: 0,
-            queue: BTreeMap::new(),
-            next_event: 0,
+            queue: Queue::default(),
             rng,
             plan,
             options,
@@ -190,7 +217,7 @@ impl World {
     }
 
     fn run(&mut self) -> Result<(), String> {
-        while let Some(((at, _), event)) = self.queue.pop_first() {
+        while let Some((at, event)) = self.queue.pop() {
             self.now = at;
             self.report.steps += 1;
             if self.report.steps > MAX_STEPS {
@@ -271,8 +298,7 @@ impl World {
     }
 
     pub(super) fn after(&mut self, wait: u64, event: Event) {
-        self.next_event += 1;
-        self.queue.insert((self.now + wait, self.next_event), event);
+        self.queue.push(self.now + wait, event);
     }
 
     /// Puts an input into a node's inbox, unless it is another process by now.

@@ -44,6 +44,8 @@ pub enum Planted {
     NoWordDeadline,
     /// The sender has one post more in flight than it may.
     PostsBeyondLimit,
+    /// The receiver waits for yet another session after a cut.
+    RegrantForgotten,
     /// An early message is kept until somebody comes for it.
     EarlyKeptForever,
     /// Early messages are kept beyond their limit.
@@ -53,7 +55,7 @@ pub enum Planted {
 #[cfg(feature = "sim")]
 impl Planted {
     /// All of them.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::FinishBeforeFence,
         Self::VisibleBeforeDigest,
         Self::DigestIgnored,
@@ -74,6 +76,7 @@ impl Planted {
         Self::ExpiryIsRelease,
         Self::NoWordDeadline,
         Self::PostsBeyondLimit,
+        Self::RegrantForgotten,
         Self::EarlyKeptForever,
         Self::EarlyUnbounded,
     ];

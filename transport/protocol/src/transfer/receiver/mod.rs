@@ -425,7 +425,8 @@ impl Receiver {
 impl Receiver {
     /// Asks for a grant over what is still missing, if its time has come.
     fn try_grant(&mut self, now: Time) {
-        let may = matches!(self.state, State::Waiting) && self.link.up;
+        let forgets = self.generation.is_some() && self.bug.is(Planted::RegrantForgotten);
+        let may = matches!(self.state, State::Waiting) && self.link.up && !forgets;
         if !may || (self.config.order == Order::PrefillFirst && !self.offered) {
             return;
         }
