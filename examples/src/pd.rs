@@ -13,6 +13,8 @@ use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
+use kvferry::pool::{BlockHasher, HashScope, PoolError};
+use kvferry::tier::{FrameIndex, HostTier};
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::Shard;
@@ -75,6 +77,7 @@ impl PdNode {
         let (manifest, shard, cache) = (manifest_of(model, node.dtype), Shard::default(), runner.cache().clone());
         let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
         let metrics = Arc::new(Metrics::new());
+        let frames = HostTier::frames(cache.layout(), config.limits().tier_bytes);
         let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport)?;
         if let Some(peer) = peer {
@@ -82,8 +85,14 @@ impl PdNode {
         }
         let (address, messages, connector) = (worker.local_address(), worker.messages().clone(), worker.handle());
         let tokens_per_block = NonZeroU32::new(node.tokens_per_block).unwrap_or(NonZeroU32::MIN);
-        let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        let mut half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        if frames > 0 {
+            let index = FrameIndex::new(frames).map_err(NodeError::from)?;
+            half = half.with_tier(Box::new(index), Arc::clone(&metrics));
+        }
+        let hasher = block_hasher(model, &node).map_err(NodeError::from)?;
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
+        let scheduler = scheduler.with_prefix_cache(hasher);
         let engine = EngineService::start(scheduler, runner, worker).map_err(NodeError::Thread)?;
         Ok(Self { engine, metrics, address, messages, connector })
     }
@@ -206,6 +215,17 @@ pub fn random_bits() -> Result<u128, PdError> {
     Ok(u128::from_le_bytes(bytes))
 }
 
+/// Names blocks: equal names mean equal bytes, on every node with the same model, dtype and block size.
+///
+/// # Errors
+/// [`PoolError`] if a block would have no tokens.
+fn block_hasher(model: &LoadedModel, node: &NodeConfig) -> Result<BlockHasher, PoolError> {
+    let fingerprint: String = model.fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
+    let name = format!("{fingerprint} {}", node.dtype);
+    let tokens_per_block = node.tokens_per_block as usize;
+    BlockHasher::new(&HashScope { model: &name, tokens_per_block, adapter: None, salt: b"" })
+}
+
 /// What two caches must have in common, in kvferry's words.
 #[must_use]
 pub fn manifest_of(model: &LoadedModel, dtype: KvDtype) -> Manifest {
@@ -230,7 +250,7 @@ pub fn manifest_of(model: &LoadedModel, dtype: KvDtype) -> Manifest {
             scaling: "none".into(),
         },
         scales: Scales { per: ScalePer::None, fingerprint: manifest::Fingerprint::default() },
-        hash_scheme: "none".into(),
+        hash_scheme: "kvferry block chain 1".into(),
         digest_scheme: "kvferry-1".into(),
         // Another quantisation of the same weights computes other keys.
         options: manifest::Options::default(),

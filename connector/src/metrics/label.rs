@@ -103,6 +103,18 @@ label! {
 }
 
 label! {
+    /// Why a tier did not keep a block that it was given.
+    TierDrop as "reason" {
+        /// A queue or the tier's own memory was full.
+        Full = "full",
+        /// The request's blocks were wanted back first.
+        Ended = "ended",
+        /// The tier failed, or a page could not be read.
+        Failed = "failed",
+    }
+}
+
+label! {
     /// Why a peer was refused.
     RefusalReason as "reason" {
         /// It does not know the pre-shared key.

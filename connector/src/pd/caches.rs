@@ -138,6 +138,13 @@ impl Caches {
         copy::digest(&view, selection, &self.table()).map_err(|error| error.to_string())
     }
 
+    /// Follows a plan from this cache to another and digests what arrived.
+    ///
+    /// The caller holds the pages of both: by guards, or by the engine's word.
+    pub(crate) fn copy_to(&self, other: &Self, plan: &CopyPlan) -> Result<Digest, String> {
+        copy::gather_with_digest(plan, &self.table(), &other.table()).map_err(|error| error.to_string())
+    }
+
     fn table(&self) -> RegionTable {
         crate::raw::table(&self.cache)
     }

@@ -12,7 +12,7 @@ use tokio::process::{Child, Command};
 
 use super::client::Client;
 use super::{Role, blocks, report};
-use crate::cli::PairOptions;
+use crate::cli::{PairOptions, Switch};
 use crate::pd::random_bits;
 
 /// A prefill and a decode node; both are killed when this is dropped, and end by themselves if this process dies.
@@ -95,6 +95,10 @@ impl Pair {
 
 /// Half an hour: eight prompts of 1,500 tokens queue for minutes on two slow cores.
 const TRANSFER_DEADLINE_MS: &str = "1800000";
+/// Host memory for blocks that prompts share, in bytes.
+const TIER_BYTES: &str = "268435456";
+/// Complete blocks of an answer that are sent back at once.
+const WRITE_BACK_BLOCKS: &str = "4";
 /// How long a node may take to end by itself.
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
@@ -122,6 +126,12 @@ fn node(
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
+    if options.write_back == Switch::On {
+        match role {
+            Role::Prefill => command.env("KVFERRY_TIER_BYTES", TIER_BYTES),
+            Role::Decode => command.env("KVFERRY_WRITE_BACK_BLOCKS", WRITE_BACK_BLOCKS),
+        };
+    }
     if let Some(order) = options.link.order {
         command.args(["--order", &TransferOrder::from(order).to_string()]);
     }

@@ -16,6 +16,7 @@ use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
 use super::jobs::Movers;
+use super::keeping::Keeping;
 use super::peers::Peers;
 use super::posting::Posting;
 use super::receiving::Receiving;
@@ -42,11 +43,13 @@ pub(super) struct Driver {
     /// Which transfer a grant of ours belongs to: what lands names it, but only this table is believed.
     pub(super) granted: BTreeMap<GrantKey, TransferId>,
     pub(super) posting: Posting,
+    /// After the movers, which copy what it guards.
+    pub(super) keeping: Option<Keeping>,
     pub(super) messages: Outbox<(PeerId, Bytes)>,
     epoch: Instant,
     deadlines: Deadlines,
     /// Who waits for the end of which transfers.
-    waiting: Vec<(BTreeSet<TransferId>, Outbox<()>)>,
+    waiting: Vec<(BTreeSet<TransferId>, Vec<RequestId>, Outbox<()>)>,
     stopping: Option<(Instant, Outbox<()>)>,
 }
 
@@ -71,10 +74,11 @@ impl Driver {
         card: WorkerCard,
         transport: Arc<dyn Transport>,
         board: Arc<Board>,
+        keeping: Option<Keeping>,
         inputs: &Outbox<Input>,
         messages: Outbox<(PeerId, Bytes)>,
     ) -> Self {
-        let movers = Movers::start(MOVERS, &caches, inputs);
+        let movers = Movers::start(MOVERS, &caches, keeping.as_ref().map(|keeping| &keeping.memory), inputs);
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
@@ -94,6 +98,7 @@ impl Driver {
             early,
             granted: BTreeMap::new(),
             posting,
+            keeping,
             messages,
             epoch: Instant::now(),
             deadlines: Deadlines::default(),
@@ -111,6 +116,7 @@ impl Driver {
             }
             self.expire();
             self.push_posts();
+            self.push_stores();
             self.set_gauges();
             if self.is_stopped() {
                 break;
@@ -129,6 +135,7 @@ impl Driver {
             Input::Command(command) => self.command(command),
             Input::Event(event) => self.event(event),
             Input::Job(done) => self.job_done(done),
+            Input::Tier(answer) => self.tier_answer(answer),
         }
     }
 
@@ -138,10 +145,14 @@ impl Driver {
             Command::Lease(save) => self.lease(save),
             Command::Computed { transfer, rect } => self.computed(transfer, rect),
             Command::Cancel(cancel) => self.cancel(&cancel),
+            Command::Keep(stores) => self.keep(stores),
+            Command::Restore(restore) => self.restore(restore),
+            Command::Hurry(requests) => self.hurry(&requests),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);
                 transfers.iter().for_each(|&transfer| self.cancel_transfer(transfer));
-                self.waiting.push((transfers, done));
+                self.abandon_stores(|request| requests.contains(request));
+                self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }
             Command::Connect(address) => self.dial(address),
@@ -158,6 +169,7 @@ impl Driver {
             Command::Shutdown(grace, done) => {
                 let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
                 all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));
+                self.abandon_stores(|_| true);
                 self.stopping = Some((Instant::now() + grace, done));
             }
         }
@@ -244,14 +256,15 @@ impl Driver {
         self.answer_waiting();
     }
 
-    fn answer_waiting(&mut self) {
-        let (receiving, sending) = (&self.receiving, &self.sending);
+    pub(super) fn answer_waiting(&mut self) {
+        let (receiving, sending, keeping) = (&self.receiving, &self.sending, &self.keeping);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
                 || sending.get(transfer).is_some_and(|entry| !entry.over)
         };
-        self.waiting.retain(|(transfers, done)| {
-            let wait = transfers.iter().any(touches);
+        self.waiting.retain(|(transfers, requests, done)| {
+            let wait =
+                transfers.iter().any(touches) || keeping.as_ref().is_some_and(|keeping| keeping.touches(requests));
             if !wait {
                 // Who no longer waits need not hear it.
                 let _ = done.try_send(());
@@ -277,6 +290,7 @@ impl Driver {
             }
             self.turn(transfer, side);
         }
+        self.expire_tier();
         if self.early.poll_timeout().is_some_and(|(at, _)| at <= now) {
             for (peer, answer) in self.early.timeout(now) {
                 self.board.metrics.early_grants_dropped_total.add(1);
@@ -294,6 +308,11 @@ impl Driver {
         let (used, limit) = self.posting.slab_bytes();
         metrics.slab_pool_used_bytes.set(used);
         metrics.slab_pool_limit_bytes.set(limit);
+        if let Some(keeping) = &self.keeping {
+            let (limit, queued) = keeping.usage();
+            metrics.tier_limit_bytes.set(limit);
+            metrics.tier_queue_blocks.set(queued);
+        }
     }
 
     /// Sets the gauges of transfers.
@@ -325,13 +344,17 @@ impl Driver {
 
     fn wait(&self) -> Duration {
         let next = self.deadlines.first().map_or(IDLE_WAIT, |(at, ..)| at.since(self.now()));
+        let tier = self.keeping.as_ref().and_then(Keeping::deadline);
+        let next = tier.map_or(next, |at| at.since(self.now()).min(next));
         let stop = self.stopping.as_ref().map(|(by, _)| by.saturating_duration_since(Instant::now()));
         next.min(stop.unwrap_or(IDLE_WAIT)).min(IDLE_WAIT)
     }
 
     fn is_stopped(&mut self) -> bool {
         let Some((by, _)) = &self.stopping else { return false };
-        let live = self.receiving.values().any(|entry| !entry.over) || self.sending.values().any(|entry| !entry.over);
+        let live = self.receiving.values().any(|entry| !entry.over)
+            || self.sending.values().any(|entry| !entry.over)
+            || self.keeping.as_ref().is_some_and(Keeping::is_busy);
         if live && Instant::now() < *by {
             return false;
         }

@@ -5,7 +5,8 @@
 //! | the engine's model thread | calls [`Worker`]; never touches the network | `wait_layer`: the driver |
 //! | driver | owns every transfer's machine | its one input channel |
 //! | pump | turns transport events into inputs | the transport |
-//! | movers | gather, digest | their job queue |
+//! | movers | gather, digest; copy to the tier when nothing else waits | their job queues |
+//! | keep, bring | calls the tier, which may wait | their queues |
 //!
 //! Lock order: the board's locks are leaves; no other lock is taken under one.
 
@@ -13,6 +14,7 @@ mod card;
 mod driver;
 mod events;
 mod jobs;
+mod keeping;
 mod peers;
 mod posting;
 mod progress;
@@ -20,6 +22,7 @@ mod receiving;
 mod sending;
 mod slabs;
 mod step;
+mod tier_threads;
 mod window;
 
 use std::fmt;
@@ -30,7 +33,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, Shard};
+use kvferry_protocol::layout::{KvLayout, KvShape, Shard};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -40,14 +43,17 @@ pub use card::Refusal;
 use card::WorkerCard;
 use driver::Driver;
 use jobs::JobDone;
+use keeping::Keeping;
 use progress::Progress;
 use step::StepProgress;
+use tier_threads::{TierAnswer, TierThreads};
 
 use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
-use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Save, StepMeta, StepResults, Worker};
+use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Restore, Save, StepMeta, StepResults, Store, Worker};
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
+use crate::tier::{HostTier, Tier};
 
 /// What a worker is made of.
 #[derive(Debug)]
@@ -71,6 +77,8 @@ pub struct PdWorker {
     board: Arc<Board>,
     messages: Receiver<(PeerId, Bytes)>,
     step: StepProgress,
+    /// Blocks to keep when the step is complete.
+    stores: Vec<Store>,
     transport: Arc<dyn Transport>,
     running: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -103,6 +111,7 @@ enum Input {
     Command(Command),
     Event(Event),
     Job(JobDone),
+    Tier(TierAnswer),
 }
 
 /// What the model thread asks for.
@@ -116,6 +125,12 @@ enum Command {
     Computed { transfer: TransferId, rect: Rect },
     /// End a transfer.
     Cancel(Cancel),
+    /// Copy complete blocks to the tier, when there is time.
+    Keep(Vec<Store>),
+    /// Bring blocks from the tier.
+    Restore(Restore),
+    /// Requests are over: their blocks are kept soon, or not.
+    Hurry(Vec<RequestId>),
     /// End the transfers of some requests and say when nothing touches their pages.
     Preempt(Vec<RequestId>, Sender<()>),
     /// Reach a peer ahead of requests.
@@ -180,6 +195,25 @@ impl PdWorker {
     /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
     /// registered.
     pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
+        let tier: Option<Arc<dyn Tier>> = match parts.config.limits().tier_bytes {
+            0 => None,
+            bytes => Some(Arc::new(HostTier::new(parts.cache.layout(), bytes).map_err(|error| {
+                let problem = format!("tier_bytes = {bytes} cannot be had: {error}");
+                ConnectorError::Caches { problem }
+            })?)),
+        };
+        Self::start_with_tier(parts, transport, tier)
+    }
+
+    /// The same with another tier than `tier_bytes` asks for, or none.
+    ///
+    /// # Errors
+    /// As [`PdWorker::start`], and [`ConnectorError::Caches`] if the tier's memory has another shape than the cache.
+    pub fn start_with_tier(
+        parts: PdWorkerParts,
+        transport: Arc<dyn Transport>,
+        tier: Option<Arc<dyn Tier>>,
+    ) -> Result<Self, ConnectorError> {
         let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
         crate::raw::register(&*transport, &parts.cache)?;
         let tp_rank = parts.config.peer().tp_rank;
@@ -192,8 +226,17 @@ impl PdWorker {
         let (inputs, inbox) = bounded(INPUTS);
         let (messages_out, messages) = bounded(MESSAGES);
         let step = StepProgress::new(&caches);
-        let driver =
-            Driver::new(parts.config, caches, card, Arc::clone(&transport), Arc::clone(&board), &inputs, messages_out);
+        let keeping = tier.map(|tier| keeping(tier, &caches, &inputs)).transpose()?;
+        let driver = Driver::new(
+            parts.config,
+            caches,
+            card,
+            Arc::clone(&transport),
+            Arc::clone(&board),
+            keeping,
+            &inputs,
+            messages_out,
+        );
         let running = Arc::new(AtomicBool::new(true));
         let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
             std::thread::Builder::new()
@@ -213,7 +256,17 @@ impl PdWorker {
                 driver.run(inbox);
             }),
         )?;
-        Ok(Self { tp_rank, inputs, board, messages, step, transport, running, threads: vec![pump, driver] })
+        Ok(Self {
+            tp_rank,
+            inputs,
+            board,
+            messages,
+            step,
+            stores: Vec::new(),
+            transport,
+            running,
+            threads: vec![pump, driver],
+        })
     }
 
     /// A handle for the engine's other threads.
@@ -289,9 +342,20 @@ impl Worker for PdWorker {
             self.board.progress.begin(&load.request, self.step.layers());
             self.command(Command::Load(load))?;
         }
+        let ready = self.step.ready_before(&meta.saves);
         for save in meta.saves {
             self.command(Command::Lease(save))?;
         }
+        for (transfer, rect) in ready {
+            self.command(Command::Computed { transfer, rect })?;
+        }
+        for restore in meta.tier.restores {
+            self.command(Command::Restore(restore))?;
+        }
+        if !meta.tier.hurried.is_empty() {
+            self.command(Command::Hurry(meta.tier.hurried))?;
+        }
+        self.stores.extend(meta.tier.stores);
         for cancel in meta.cancels {
             self.command(Command::Cancel(cancel))?;
         }
@@ -330,6 +394,11 @@ impl Worker for PdWorker {
         for (transfer, rect) in self.step.all_saved() {
             let _ = self.command(Command::Computed { transfer, rect });
         }
+        // After what a peer waits for.
+        let stores = std::mem::take(&mut self.stores);
+        if !stores.is_empty() {
+            let _ = self.command(Command::Keep(stores));
+        }
     }
 
     fn poll(&mut self) -> StepResults {
@@ -358,6 +427,19 @@ impl Worker for PdWorker {
             }
         }
     }
+}
+
+/// A tier beside a cache, and its threads.
+fn keeping(tier: Arc<dyn Tier>, caches: &Caches, inputs: &Sender<Input>) -> Result<Keeping, ConnectorError> {
+    let memory = Caches::new(tier.memory().clone().into(), caches.shard());
+    let (ours, theirs) = (caches.layout().shape(), memory.layout().shape());
+    let alike = KvShape { blocks: theirs.blocks, ..ours.clone() };
+    if *theirs != alike {
+        let problem = format!("the tier's memory is {theirs:?}, but the cache is {ours:?}; only the blocks may differ");
+        return Err(ConnectorError::Caches { problem });
+    }
+    let threads = TierThreads::start(&tier, inputs)?;
+    Ok(Keeping::new(tier, threads, memory))
 }
 
 /// Tells the model thread that nothing will land any more, however the driver's thread ends.

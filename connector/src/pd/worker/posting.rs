@@ -14,7 +14,7 @@ use kvferry_protocol::{BlockId, Generation, PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
 
 use super::driver::{Driver, Side};
-use super::jobs::{Job, JobDone, WriteKey};
+use super::jobs::{Job, JobDone, TierJob, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
 use crate::config::Limits;
 use crate::metrics;
@@ -43,8 +43,14 @@ struct Pending {
 
 #[derive(Debug)]
 enum Waiting {
-    Prepare { write: WriteKey, plan: CopyPlan, pack: bool, blocks: Vec<BlockId> },
-    Verify(Job),
+    Prepare {
+        write: WriteKey,
+        plan: CopyPlan,
+        pack: bool,
+        blocks: Vec<BlockId>,
+    },
+    /// Needs no slab.
+    Ready(Job),
 }
 
 impl Posting {
@@ -59,6 +65,16 @@ impl Posting {
             ready: VecDeque::new(),
             posted: BTreeMap::new(),
         }
+    }
+
+    /// Whether transfers have work that waits for a mover.
+    pub(super) fn has_jobs(&self) -> bool {
+        !self.jobs.is_empty()
+    }
+
+    /// A block is to be copied from the tier: a request waits for it, but others wait longer.
+    pub(super) fn tier_job(&mut self, job: TierJob) {
+        self.jobs.push_back(Waiting::Ready(Job::Tier(job)));
     }
 
     /// Memory of the slabs that are out, and of all, in bytes.
@@ -91,7 +107,7 @@ impl Driver {
     /// Something landed and wants its digest.
     pub(super) fn verify(&mut self, job: Job) {
         // Verification frees the sender's memory and makes layers visible: it goes before what is to be sent.
-        self.posting.jobs.push_front(Waiting::Verify(job));
+        self.posting.jobs.push_front(Waiting::Ready(job));
     }
 
     /// Moves writes on, as far as slabs, movers and transport have room.
@@ -113,7 +129,7 @@ impl Driver {
     /// Hands a job to the movers; gives back what must wait for a slab or for room.
     fn submit(&mut self, waiting: Waiting) -> Option<Waiting> {
         let (write, plan, pack, blocks) = match waiting {
-            Waiting::Verify(job) => return self.movers.submit(job).map(Waiting::Verify),
+            Waiting::Ready(job) => return self.movers.submit(job).map(Waiting::Ready),
             Waiting::Prepare { write, plan, pack, blocks } => (write, plan, pack, blocks),
         };
         if self.posting.writes.get(&write).is_none_or(|pending| pending.cancelled) {
@@ -131,7 +147,7 @@ impl Driver {
         };
         self.movers.submit(Job::Prepare { write, plan, slab, blocks }).map(|job| match job {
             Job::Prepare { write, plan, blocks, .. } => Waiting::Prepare { write, plan, pack, blocks },
-            job @ Job::Verify { .. } => Waiting::Verify(job),
+            job => Waiting::Ready(job),
         })
     }
 
@@ -139,6 +155,7 @@ impl Driver {
         match done {
             JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
             JobDone::Verified { write, digest } => self.digested(write, digest),
+            JobDone::Tier { job, digest } => self.tier_job_done(&job, digest),
         }
     }
 

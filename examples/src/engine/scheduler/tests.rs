@@ -45,7 +45,7 @@ impl contract::Scheduler for Scripted {
     fn finished(&mut self, _: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
         self.finished.push(how);
         match self.holds {
-            true => Hold::Until { transfer: TransferId::new(1), blocks: blocks.to_vec() },
+            true => Hold::Until { transfer: Some(TransferId::new(1)), blocks: blocks.to_vec() },
             false => Hold::Free,
         }
     }
