@@ -8,7 +8,7 @@ use std::time::Instant;
 use common::{Engine, LAYERS, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use kvferry::contract::{EngineFinish, Hold, Match, Request, RequestId, Scheduler, Worker};
-use kvferry::metrics::TierDrop;
+use kvferry::metrics::{ReturnRefusal, TierDrop};
 use kvferry::pool::{BlockHash, BlockHasher, HashScope};
 use kvferry::tier::{HostTier, Tier, TierError};
 use kvferry_kernels::{HostKvCache, Slot, store_kv};
@@ -399,4 +399,140 @@ fn preempted_blocks_are_free_when_the_call_returns() {
         engine.finish(&request, &blocks, EngineFinish::Aborted);
         settle(&mut engine);
     }
+}
+
+/// Brings a prompt of 10 tokens to decode and lets it generate until 22 tokens have their KV; returns its blocks.
+fn answer(prefill: &mut Engine, decode: &mut Engine, transfer: u128) -> Vec<BlockId> {
+    let (prompt, all) = (10, 22);
+    let known = hashes(decode.tokens_per_block(), all);
+    let complete = (prompt / decode.tokens_per_block()) as usize;
+    let id = format!("d{transfer}");
+    let wanted = Request { hashes: known[..complete].into(), ..fetch(&id, transfer, prompt, prefill.address()) };
+    let target = decode.blocks(0, all);
+    start_load(decode, &wanted, &target, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    let source = Request {
+        hashes: hashes(prefill.tokens_per_block(), prompt),
+        ..keep(&format!("p{transfer}"), transfer, prompt, Some(peer))
+    };
+    let blocks = prefill.blocks(0, prompt);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    run(prefill, &source, &blocks, 0);
+    decode.idle_until("the load", |applied| !applied.loaded.is_empty());
+    free(prefill, &source, &blocks);
+    for token in prompt..all {
+        let blocks = &target[..(token / decode.tokens_per_block() + 1) as usize];
+        let meta = decode.step(&wanted, blocks, token..token + 1);
+        decode.worker.begin_step(meta).unwrap();
+        for layer in 0..LAYERS {
+            assert_eq!(decode.worker.wait_layer(LayerId::new(layer)), []);
+            decode.store(layer, blocks, token..token + 1);
+        }
+        decode.worker.wait_saved();
+        let results = decode.worker.poll();
+        decode.scheduler.apply(vec![results]);
+        if (token + 1).is_multiple_of(decode.tokens_per_block()) {
+            let block = (token / decode.tokens_per_block()) as usize;
+            decode.scheduler.hashed(&wanted.id, &known[block..=block]);
+        }
+    }
+    let held = matches!(decode.finish(&wanted, &target, EngineFinish::Complete), Hold::Until { .. });
+    let deadline = Instant::now() + PATIENCE;
+    let mut released = !held;
+    while !released || prefill.scheduler.has_pending() || !decode.holds_nothing() {
+        if prefill.worker.wakes().try_recv().is_ok() || prefill.scheduler.has_pending() {
+            prefill.idle_step();
+        }
+        released |= decode.idle_step().released.contains(&wanted.id);
+        assert!(Instant::now() < deadline, "{:?} {:?}", prefill.metrics.snapshot(), decode.metrics.snapshot());
+        std::thread::yield_now();
+    }
+    drop(decode.cache.guard_write(&target, 0..LAYERS).unwrap());
+    target
+}
+
+const RETURNS: Setup = Setup {
+    name: "decode",
+    role: "decode",
+    order: "decode-first",
+    layout: "BHLPNC",
+    tokens_per_block: 4,
+    incarnation: 1,
+    model: "toy",
+    extra: "write_back_blocks = 2",
+    psk: None,
+    raw: false,
+};
+
+#[test]
+fn an_answers_blocks_go_back_and_the_next_turn_finds_them() {
+    for order in ["decode-first", "prefill-first"] {
+        let make = loopback();
+        let mut prefill = Engine::with_tier(&Setup { order, ..Setup::prefill() }, &make, host(16));
+        let mut decode = Engine::new(&Setup { order, ..RETURNS }, &make);
+        let target = answer(&mut prefill, &mut decode, 1);
+        let m = prefill.metrics.snapshot();
+        assert_eq!(
+            (m.tier_blocks_filled, m.taken_blocks_total),
+            (5, 3),
+            "two of the prompt, three of the answer: {m:?}"
+        );
+        assert_eq!(decode.metrics.snapshot().returned_blocks_total, 3);
+        let next = local(&prefill, "next", 30);
+        let blocks = prefill.blocks(20, 30);
+        spoil(&prefill.cache, &blocks, 20);
+        assert_eq!(restore(&mut prefill, &next, &blocks), Ok(20));
+        assert_eq!(prefill.read(&blocks, 20), decode.read(&target, 20));
+        free(&mut prefill, &next, &blocks);
+
+        answer(&mut prefill, &mut decode, 2);
+        let m = prefill.metrics.snapshot();
+        assert_eq!((m.tier_blocks_filled, m.taken_blocks_total), (5, 3), "nothing is taken twice");
+        assert_eq!(*m.returns_refused_total.get(ReturnRefusal::Present), 2);
+    }
+}
+
+#[test]
+fn what_the_peers_tier_does_not_want_costs_a_message() {
+    for (name, frames, tokens_per_block, why) in
+        [("other blocks", Some(16), 8, ReturnRefusal::BlockSize), ("no tier", None, 4, ReturnRefusal::NoTier)]
+    {
+        let make = loopback();
+        let mut prefill =
+            Engine::with_tier(&Setup::prefill(), &make, |cache| frames.and_then(|frames| host(frames)(cache)));
+        let mut decode = Engine::new(&Setup { tokens_per_block, ..RETURNS }, &make);
+        answer(&mut prefill, &mut decode, 1);
+        let m = prefill.metrics.snapshot();
+        assert!(*m.returns_refused_total.get(why) > 0, "{name}: {m:?}");
+        assert_eq!(
+            (m.returns_refused_total.total(), m.taken_blocks_total),
+            (*m.returns_refused_total.get(why), 0),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn a_prefill_engine_that_does_not_step_holds_decodes_blocks_for_a_moment_only() {
+    let make = loopback();
+    let mut prefill = Engine::with_tier(&Setup::prefill(), &make, host(16));
+    let mut decode = Engine::new(&RETURNS, &make);
+    let known = hashes(4, 16);
+    let wanted = Request { hashes: known[..2].into(), ..fetch("d", 1, 10, prefill.address()) };
+    let target = decode.blocks(0, 16);
+    start_load(&mut decode, &wanted, &target, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    let source = keep("p", 1, 10, Some(peer));
+    let blocks = prefill.blocks(0, 10);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &blocks, 0..10);
+    decode.idle_until("the load", |applied| !applied.loaded.is_empty());
+    decode.scheduler.hashed(&wanted.id, &known[2..]);
+    decode.prefill_step(&wanted, &target, 10..16);
+    assert!(matches!(decode.finish(&wanted, &target, EngineFinish::Complete), Hold::Until { .. }));
+    decode.idle_until("the release", |applied| applied.released.contains(&wanted.id));
+    // Prefill goes on later: nothing of it is taken, and nothing stays.
+    free(&mut prefill, &source, &blocks);
+    settle(&mut prefill);
+    assert_eq!(prefill.metrics.snapshot().taken_blocks_total, 0);
 }

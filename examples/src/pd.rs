@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use crossbeam_channel::{Receiver, RecvTimeoutError};
+use crossbeam_channel::{Receiver, select};
 use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
@@ -37,6 +37,8 @@ pub struct PdNode {
     pub address: PeerAddress,
     /// What peers' engines ask of this one.
     pub messages: Receiver<(PeerId, Bytes)>,
+    /// Says that a peer waits for a step of this engine.
+    pub wakes: Receiver<()>,
     /// kvferry, for other threads than the engine's.
     pub connector: PdHandle,
 }
@@ -77,15 +79,18 @@ impl PdNode {
         let (manifest, shard, cache) = (manifest_of(model, node.dtype), Shard::default(), runner.cache().clone());
         let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
         let metrics = Arc::new(Metrics::new());
+        let returns = config.limits().write_back_blocks;
         let frames = HostTier::frames(cache.layout(), config.limits().tier_bytes);
         let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport)?;
         if let Some(peer) = peer {
             worker.handle().connect(PeerAddress::Tcp(peer))?;
         }
-        let (address, messages, connector) = (worker.local_address(), worker.messages().clone(), worker.handle());
+        let (address, connector) = (worker.local_address(), worker.handle());
+        let (messages, wakes) = (worker.messages().clone(), worker.wakes().clone());
         let tokens_per_block = NonZeroU32::new(node.tokens_per_block).unwrap_or(NonZeroU32::MIN);
-        let mut half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        let mut half =
+            PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise }).with_returns(returns);
         if frames > 0 {
             let index = FrameIndex::new(frames).map_err(NodeError::from)?;
             half = half.with_tier(Box::new(index), Arc::clone(&metrics));
@@ -94,17 +99,23 @@ impl PdNode {
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
         let scheduler = scheduler.with_prefix_cache(hasher);
         let engine = EngineService::start(scheduler, runner, worker).map_err(NodeError::Thread)?;
-        Ok(Self { engine, metrics, address, messages, connector })
+        Ok(Self { engine, metrics, address, messages, wakes, connector })
     }
 
     /// Prefills what peers ask for until `stop` is set; blocks the calling thread.
     pub fn serve_prefill(&self, stop: &AtomicBool) {
         let mut desk = PrefillDesk::of(self);
         while !stop.load(Ordering::Acquire) {
-            match self.messages.recv_timeout(DESK_WAIT) {
-                Ok((peer, message)) => desk.hear(&peer, &message),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+            select! {
+                recv(self.messages) -> message => match message {
+                    Ok((peer, message)) => desk.hear(&peer, &message),
+                    Err(_) => return,
+                },
+                recv(self.wakes) -> wake => match wake {
+                    Ok(()) => desk.engine.wake(),
+                    Err(_) => return,
+                },
+                default(DESK_WAIT) => {}
             }
             desk.put_away_finished();
         }

@@ -28,7 +28,7 @@ pub use step::{
     Applied, BadStep, Cancel, Load, LoadFailure, Save, ScheduledRequest, ScheduledStep, StepMeta, StepResults,
 };
 pub(crate) use tier::Spoken;
-pub use tier::{Kept, Restore, Restored, Store, StoreStage, TierMeta, TierResults};
+pub use tier::{Kept, Offered, Refuse, Restore, Restored, Return, Store, StoreStage, Take, TierMeta, TierResults};
 
 use kvferry_protocol::{BlockId, LayerId};
 

@@ -1,10 +1,12 @@
 //! What crosses between the two halves for a tier: blocks to keep and to bring down, what came of it up.
 
-use kvferry_protocol::{BlockId, TpRank};
+use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
+use kvferry_transport::PeerAddress;
 use serde::{Deserialize, Serialize};
 
 use super::request::RequestId;
 use super::step::LoadFailure;
+use crate::pool::BlockHash;
 
 /// A tier's work of one step, scheduler to workers; the same for every rank.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
@@ -15,6 +17,12 @@ pub struct TierMeta {
     pub restores: Vec<Restore>,
     /// Requests that are over and whose blocks wait for their stores: soon, or not at all.
     pub hurried: Vec<RequestId>,
+    /// Blocks to send back to the tier of the engine that computed their prompt, once this step's tokens are in the cache.
+    pub returns: Vec<Return>,
+    /// Blocks of peers to take into the tier.
+    pub takes: Vec<Take>,
+    /// Peers' blocks that the tier does not take.
+    pub refusals: Vec<Refuse>,
 }
 
 /// One block to keep.
@@ -47,6 +55,60 @@ pub struct Restore {
     pub first_token: u32,
 }
 
+/// Complete blocks of an answer, to be sent back.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Return {
+    /// Whose.
+    pub request: RequestId,
+    /// The transfer that carries them; never the one that brought the prompt.
+    pub transfer: TransferId,
+    /// Where the prefill worker listens.
+    pub to: PeerAddress,
+    /// All blocks of the request up to the last one that is sent, from token 0.
+    pub blocks: Vec<BlockId>,
+    /// The place in the sequence of the first token that is sent.
+    pub first_token: u32,
+    /// Of the blocks that are sent.
+    pub hashes: Vec<BlockHash>,
+}
+
+/// Blocks of a peer that the tier takes.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Take {
+    /// The peer's transfer.
+    pub transfer: TransferId,
+    /// Who sends: the worker of this rank in the peer's engine.
+    pub from: PeerId,
+    /// The place in the sequence of the first block's first token.
+    pub first_token: u32,
+    /// A store's number and frame for each block; each is reported as a store is.
+    pub stores: Vec<(u64, BlockId)>,
+}
+
+/// Blocks of a peer that the tier does not take.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Refuse {
+    /// The peer's transfer.
+    pub transfer: TransferId,
+    /// Who offered them.
+    pub to: PeerId,
+}
+
+/// Blocks that a peer offers.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Offered {
+    /// Its transfer.
+    pub transfer: TransferId,
+    /// Who.
+    pub from: PeerId,
+    /// The place in the sequence of the first block's first token.
+    pub first_token: u32,
+    /// Tokens in one of its blocks.
+    pub tokens_per_block: u32,
+    /// Of the blocks.
+    pub hashes: Vec<BlockHash>,
+}
+
 /// What one rank's tier reports, worker to scheduler.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct TierResults {
@@ -54,6 +116,10 @@ pub struct TierResults {
     pub kept: Vec<Kept>,
     /// Restores that ended, complete or not.
     pub restored: Vec<Restored>,
+    /// Blocks that peers offer.
+    pub offered: Vec<Offered>,
+    /// Returns that are over, however they ended: nothing reads their blocks any more.
+    pub returned: Vec<TransferId>,
 }
 
 /// How far one store got on one rank.

@@ -1,7 +1,7 @@
 //! The one table of metrics: name, instrument, meaning. Names end in their unit; counters in `_total`.
 
 use super::instrument::{ByLabel, Counter, Family, Gauge, Histogram, HistogramValues, Instrument, Sink};
-use super::label::{DropReason, FailureReason, RefusalReason, Side, TierDrop};
+use super::label::{DropReason, FailureReason, RefusalReason, ReturnRefusal, Side, TierDrop};
 use super::prometheus::{Definition, Page};
 use crate::pool::PoolCounts;
 
@@ -143,6 +143,12 @@ metrics! {
         "Blocks that came back with another digest than they were stored with; none of them was used.";
     tier_late_total: Counter => u64,
         "Calls that the tier did not answer in time; nothing waited for them.";
+    returned_blocks_total: Counter => u64,
+        "Blocks of answers that were offered to the tier of the engine that computed their prompt.";
+    taken_blocks_total: Counter => u64,
+        "Blocks of peers that landed in the tier and were verified.";
+    returns_refused_total: Family<ReturnRefusal, Counter> => ByLabel<ReturnRefusal, u64>,
+        "Offers of peers that the tier did not take, by reason.";
     tier_queue_blocks: Gauge => u64,
         "Blocks that wait to be copied to the tier.";
 }

@@ -18,8 +18,10 @@ use crate::metrics::Metrics;
 use crate::pool::BlockHash;
 use crate::tier::TierIndex;
 
+mod returning;
 mod tier;
 
+use returning::Returning;
 use tier::{RestoreEnd, TierHalf};
 
 /// What the scheduler half must know beside the requests.
@@ -44,6 +46,7 @@ pub struct PdScheduler {
     /// Requests that the engine has finished and whose blocks it left here.
     held: BTreeSet<RequestId>,
     tier: Option<TierHalf>,
+    returning: Option<Returning>,
     next: StepMeta,
     unknown_results: u64,
 }
@@ -80,6 +83,7 @@ impl PdScheduler {
             fetched: BTreeSet::new(),
             held: BTreeSet::new(),
             tier: None,
+            returning: None,
             next: StepMeta::default(),
             unknown_results: 0,
         }
@@ -91,6 +95,15 @@ impl PdScheduler {
     pub fn with_tier(mut self, index: Box<dyn TierIndex>, metrics: Arc<Metrics>) -> Self {
         let SchedulerOptions { tokens_per_block, reporters, .. } = self.options;
         self.tier = Some(TierHalf::new(index, metrics, reporters, tokens_per_block.get()));
+        self
+    }
+
+    /// Sends complete blocks of answers back to the tier of the engine that computed their prompts: `every` so many, and the rest
+    /// at the end. For a decode engine that calls [`Scheduler::hashed`] and names blocks as that engine does.
+    #[must_use]
+    pub fn with_returns(mut self, every: u32) -> Self {
+        let SchedulerOptions { tokens_per_block, reporters, .. } = self.options;
+        self.returning = (every > 0).then(|| Returning::new(every, reporters, tokens_per_block.get()));
         self
     }
 
@@ -126,6 +139,9 @@ impl PdScheduler {
         let needed = end.div_ceil(per_block) as usize;
         if blocks.len() < needed {
             return Err(refuse(format!("{} blocks cannot hold {end} tokens; {needed} are needed", blocks.len())));
+        }
+        if let Some(returning) = &mut self.returning {
+            returning.follow(&request.id, (*transfer, *from), &request.hashes, request.prompt_tokens);
         }
         self.fetched.insert(request.id.clone());
         self.loads.insert(
@@ -190,8 +206,19 @@ impl PdScheduler {
         for kept in results.kept {
             let request = self.tier.as_mut().and_then(|tier| tier.kept(rank, kept));
             match request {
-                Some(request) => self.release_if_free(request, applied),
+                Some(Some(request)) => self.release_if_free(request, applied),
+                Some(None) => {}
                 None => self.unknown_results += 1,
+            }
+        }
+        if let Some(tier) = &mut self.tier {
+            results.offered.into_iter().for_each(|offered| tier.offered(offered));
+        }
+        for transfer in results.returned {
+            match self.returning.as_mut().map_or(Err(()), |returning| returning.returned(rank, transfer)) {
+                Ok(Some(request)) => self.release_if_free(request, applied),
+                Ok(None) => {}
+                Err(()) => self.unknown_results += 1,
             }
         }
         for restored in results.restored {
@@ -210,6 +237,7 @@ impl PdScheduler {
         self.keeps.contains_key(id)
             || self.loads.contains_key(id)
             || self.tier.as_ref().is_some_and(|tier| tier.uses(id))
+            || self.returning.as_ref().is_some_and(|returning| returning.uses(id))
     }
 
     fn apply_started(&mut self, rank: TpRank, id: RequestId, applied: &mut Applied) {
@@ -324,6 +352,9 @@ impl Scheduler for PdScheduler {
         if let Some(tier) = &mut self.tier {
             tier.hashed(request, more);
         }
+        if let Some(returning) = &mut self.returning {
+            returning.hashed(request, more);
+        }
     }
 
     fn build_step(&mut self, step: &ScheduledStep) -> StepMeta {
@@ -332,6 +363,10 @@ impl Scheduler for PdScheduler {
             step.requests.iter().for_each(|request| tier.scheduled(request));
             tier.set_gauges();
             meta.tier = tier.take();
+        }
+        if let Some(returning) = &mut self.returning {
+            step.requests.iter().for_each(|request| returning.scheduled(request));
+            meta.tier.returns = returning.take();
         }
         for request in &step.requests {
             if self.loads.contains_key(&request.id) {
@@ -377,6 +412,9 @@ impl Scheduler for PdScheduler {
         if let Some(tier) = &mut self.tier {
             tier.finished(request);
         }
+        if let Some(returning) = &mut self.returning {
+            returning.finished(request, how);
+        }
         if !self.uses(request) {
             return Hold::Free;
         }
@@ -409,7 +447,8 @@ impl Scheduler for PdScheduler {
     }
 
     fn has_pending(&self) -> bool {
-        let tier = self.tier.as_ref().is_some_and(TierHalf::has_pending);
+        let tier = self.tier.as_ref().is_some_and(TierHalf::has_pending)
+            || self.returning.as_ref().is_some_and(Returning::has_pending);
         !self.loads.is_empty() || !self.keeps.is_empty() || !self.next.is_empty() || tier
     }
 }

@@ -142,13 +142,14 @@ impl Engine {
             cache.clone().into()
         };
         let metrics = Arc::new(Metrics::new());
-        let layerwise = config.layerwise();
+        let (layerwise, every) = (config.layerwise(), config.limits().write_back_blocks);
         let parts = PdWorkerParts { config, manifest, shard, cache: given, metrics: Arc::clone(&metrics) };
         let tier = tier(cache.layout());
         let frames = tier.as_ref().map(|tier| tier.memory().layout().shape().blocks);
         let worker = PdWorker::start_with_tier(parts, transport, tier).unwrap();
         let tokens_per_block = NonZeroU32::new(setup.tokens_per_block).unwrap();
-        let mut scheduler = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        let mut scheduler =
+            PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise }).with_returns(every);
         if let Some(frames) = frames {
             let index = Box::new(FrameIndex::new(frames).unwrap());
             scheduler = scheduler.with_tier(index, Arc::clone(&metrics));

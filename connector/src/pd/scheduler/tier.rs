@@ -10,9 +10,10 @@ use std::sync::Arc;
 use kvferry_protocol::{BlockId, TpRank};
 
 use crate::contract::{
-    Kept, LoadFailure, RequestId, Restore, Restored, ScheduledRequest, Spoken, Store, StoreStage, TierMeta,
+    Kept, LoadFailure, Offered, Refuse, RequestId, Restore, Restored, ScheduledRequest, Spoken, Store, StoreStage,
+    Take, TierMeta,
 };
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, ReturnRefusal};
 use crate::pool::BlockHash;
 use crate::tier::{PinId, TierCounts, TierIndex};
 
@@ -42,7 +43,8 @@ struct Following {
 
 #[derive(Debug)]
 struct StoreState {
-    request: RequestId,
+    /// Whose blocks are read; `None` for what a peer sends.
+    request: Option<RequestId>,
     frame: BlockId,
     copied: Spoken,
     ended: Spoken,
@@ -59,6 +61,12 @@ struct RestoreState {
     failure: Option<LoadFailure>,
     spoiled: Vec<BlockId>,
     aborted: bool,
+}
+
+impl StoreState {
+    fn new(request: Option<RequestId>, frame: BlockId) -> Self {
+        Self { request, frame, copied: Spoken::new(), ended: Spoken::new(), dropped: false, late: false }
+    }
 }
 
 /// How a restore ended over all ranks.
@@ -139,15 +147,7 @@ impl TierHalf {
             let hash = self.following[&request.id].hashes[position];
             let Some(frame) = self.index.reserve(hash) else { continue };
             let order = self.order();
-            let state = StoreState {
-                request: request.id.clone(),
-                frame,
-                copied: Spoken::new(),
-                ended: Spoken::new(),
-                dropped: false,
-                late: false,
-            };
-            self.stores.insert(order, state);
+            self.stores.insert(order, StoreState::new(Some(request.id.clone()), frame));
             *self.reading.entry(request.id.clone()).or_default() += 1;
             self.next.stores.push(Store {
                 order,
@@ -156,6 +156,36 @@ impl TierHalf {
                 first_token: position as u32 * per_block,
                 frame,
             });
+        }
+    }
+
+    /// A peer offers blocks: those that are new are taken, as far as they follow one another and there is room.
+    pub(super) fn offered(&mut self, offered: Offered) {
+        let Offered { transfer, from, first_token, tokens_per_block, hashes } = offered;
+        let frames = if tokens_per_block != self.tokens_per_block || !first_token.is_multiple_of(tokens_per_block) {
+            Err(ReturnRefusal::BlockSize)
+        } else {
+            let new = hashes.iter().position(|hash| self.index.lookup(std::slice::from_ref(hash)) == 0);
+            new.ok_or(ReturnRefusal::Present).and_then(|first| {
+                let frames: Vec<_> = hashes[first..].iter().map_while(|hash| self.index.reserve(*hash)).collect();
+                if frames.is_empty() { Err(ReturnRefusal::Full) } else { Ok((first, frames)) }
+            })
+        };
+        match frames {
+            Ok((first, frames)) => {
+                let stores = frames.into_iter().map(|frame| {
+                    let order = self.order();
+                    self.stores.insert(order, StoreState::new(None, frame));
+                    (order, frame)
+                });
+                let stores = stores.collect();
+                let first_token = first_token + first as u32 * tokens_per_block;
+                self.next.takes.push(Take { transfer, from, first_token, stores });
+            }
+            Err(why) => {
+                self.metrics.returns_refused_total.at(why).add(1);
+                self.next.refusals.push(Refuse { transfer, to: from });
+            }
         }
     }
 
@@ -183,8 +213,9 @@ impl TierHalf {
         !self.restores.is_empty() || self.stores.values().any(|store| !store.late) || self.next != TierMeta::default()
     }
 
-    /// A rank tells how far a store got; returns the request whose blocks may be free by that. `None` if it is not known.
-    pub(super) fn kept(&mut self, rank: TpRank, kept: Kept) -> Option<RequestId> {
+    /// A rank tells how far a store got; returns the request whose blocks may be free by that, if it reads some. `None` if
+    /// it is not known.
+    pub(super) fn kept(&mut self, rank: TpRank, kept: Kept) -> Option<Option<RequestId>> {
         let store = self.stores.get_mut(&kept.order)?;
         let request = store.request.clone();
         let reading = store.copied.len() < self.reporters;
@@ -207,10 +238,13 @@ impl TierHalf {
             }
             self.stores.remove(&kept.order);
         }
-        if copied && let Some(left) = self.reading.get_mut(&request) {
+        if copied
+            && let Some(request) = &request
+            && let Some(left) = self.reading.get_mut(request)
+        {
             *left -= 1;
             if *left == 0 {
-                self.reading.remove(&request);
+                self.reading.remove(request);
             }
         }
         Some(request)

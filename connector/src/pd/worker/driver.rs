@@ -20,6 +20,7 @@ use super::keeping::Keeping;
 use super::peers::Peers;
 use super::posting::Posting;
 use super::receiving::Receiving;
+use super::returning::Taking;
 use super::sending::Sending;
 use super::{Board, Command, Input};
 use crate::config::ConnectorConfig;
@@ -45,6 +46,9 @@ pub(super) struct Driver {
     pub(super) posting: Posting,
     /// After the movers, which copy what it guards.
     pub(super) keeping: Option<Keeping>,
+    pub(super) taking: Taking,
+    /// Tells the engine that a step is wanted although nothing is scheduled.
+    pub(super) wake: Outbox<()>,
     pub(super) messages: Outbox<(PeerId, Bytes)>,
     epoch: Instant,
     deadlines: Deadlines,
@@ -65,6 +69,8 @@ struct Deadlines {
 pub(super) enum Side {
     Receiving,
     Sending,
+    /// A peer's blocks on their way into the tier.
+    Taking,
 }
 
 impl Driver {
@@ -76,6 +82,7 @@ impl Driver {
         board: Arc<Board>,
         keeping: Option<Keeping>,
         inputs: &Outbox<Input>,
+        wake: Outbox<()>,
         messages: Outbox<(PeerId, Bytes)>,
     ) -> Self {
         let movers = Movers::start(MOVERS, &caches, keeping.as_ref().map(|keeping| &keeping.memory), inputs);
@@ -99,6 +106,8 @@ impl Driver {
             granted: BTreeMap::new(),
             posting,
             keeping,
+            taking: Taking::default(),
+            wake,
             messages,
             epoch: Instant::now(),
             deadlines: Deadlines::default(),
@@ -148,6 +157,9 @@ impl Driver {
             Command::Keep(stores) => self.keep(stores),
             Command::Restore(restore) => self.restore(restore),
             Command::Hurry(requests) => self.hurry(&requests),
+            Command::Return(returns) => self.give_back(returns),
+            Command::Take(take) => self.take_in(take),
+            Command::Refuse(refuse) => self.refuse(&refuse),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);
                 transfers.iter().for_each(|&transfer| self.cancel_transfer(transfer));
@@ -170,6 +182,7 @@ impl Driver {
                 let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
                 all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));
                 self.abandon_stores(|_| true);
+                self.end_takes();
                 self.stopping = Some((Instant::now() + grace, done));
             }
         }
@@ -251,6 +264,7 @@ impl Driver {
         let next = match side {
             Side::Receiving => self.turn_receiving(transfer),
             Side::Sending => self.turn_sending(transfer),
+            Side::Taking => self.turn_taken(transfer),
         };
         self.deadlines.set(transfer, side, next);
         self.answer_waiting();
@@ -287,6 +301,7 @@ impl Driver {
                         entry.machine.timeout(now);
                     }
                 }
+                Side::Taking => self.taken_timeout(transfer, now),
             }
             self.turn(transfer, side);
         }
@@ -354,6 +369,7 @@ impl Driver {
         let Some((by, _)) = &self.stopping else { return false };
         let live = self.receiving.values().any(|entry| !entry.over)
             || self.sending.values().any(|entry| !entry.over)
+            || self.taking.entries.values().any(|entry| !entry.over)
             || self.keeping.as_ref().is_some_and(Keeping::is_busy);
         if live && Instant::now() < *by {
             return false;

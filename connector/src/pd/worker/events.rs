@@ -50,12 +50,14 @@ impl Driver {
                 known.engine == peer.engine && known.tp_rank == peer.tp_rank && known.incarnation != peer.incarnation
             })
         };
+        self.taken_down(|of| older(Some(of)), true);
         for (transfer, side) in
             self.transfers_where(|entry| older(entry.peer.as_ref()), |entry| older(entry.peer.as_ref()))
         {
             match side {
                 Side::Receiving => self.with_receiving(transfer, |entry, now| entry.machine.peer_restarted(now)),
                 Side::Sending => self.with_sending(transfer, |entry, now| entry.machine.peer_restarted(now)),
+                Side::Taking => {}
             }
         }
     }
@@ -67,11 +69,13 @@ impl Driver {
                 self.board.metrics.sessions_lost_total.add(1);
             }
             self.early.peer_down(peer);
+            self.taken_down(|of| of == peer, false);
             let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
             for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
                 match side {
                     Side::Receiving => self.with_receiving(transfer, |entry, now| entry.machine.peer_down(now)),
                     Side::Sending => self.with_sending(transfer, |entry, now| entry.machine.peer_down(now)),
+                    Side::Taking => {}
                 }
             }
         }
@@ -112,6 +116,11 @@ impl Driver {
             }
         };
         let Some(transfer) = message.transfer() else { return self.session_message(peer, message) };
+        let message = match message {
+            Message::Spare(spare) => return self.spare(peer, spare),
+            message if self.is_refused(&message) => return,
+            message => message,
+        };
         // An id is believed only from the endpoint that the transfer is with.
         let ours = |known: Option<&PeerId>| known == Some(&peer);
         if ours(self.receiving.get(&transfer).and_then(|entry| entry.peer.as_ref())) {
@@ -120,6 +129,8 @@ impl Driver {
             self.with_sending(transfer, |entry, now| entry.machine.message(now, message));
         } else if self.sending.get(&transfer).is_some_and(|entry| entry.peer.is_none()) {
             self.meet(transfer, peer, message);
+        } else if ours(self.taking.entries.get(&transfer).map(|entry| &entry.peer)) {
+            self.taken_message(transfer, message);
         } else if let Some(answer) = self.early.message(self.now(), &peer, message) {
             self.send(&peer, &answer);
         }
@@ -158,6 +169,9 @@ impl Driver {
             return;
         }
         tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
+        if self.taking.entries.contains_key(&wrote.transfer) {
+            return self.taken_landed(wrote);
+        }
         self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
     }
 

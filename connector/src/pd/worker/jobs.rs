@@ -43,6 +43,17 @@ pub(super) enum Job {
         /// Which heads of the model.
         heads: Range<u16>,
     },
+    /// Digest what a peer's write left in the tier's memory.
+    VerifyTaken {
+        /// Whose.
+        write: WriteKey,
+        /// The berths.
+        blocks: Vec<BlockId>,
+        /// The place in the sequence of the first block's first token.
+        first_token: u32,
+        /// Which tokens and layers.
+        rect: Rect,
+    },
     /// Copy from or to the tier.
     Tier(TierJob),
 }
@@ -63,6 +74,8 @@ pub(super) struct TierJob {
 pub(super) enum Direction {
     ToTier,
     FromTier,
+    /// Nowhere: a digest of what is in the tier.
+    InTier,
 }
 
 /// One write of one grant of one transfer.
@@ -80,6 +93,8 @@ pub(super) enum JobDone {
     Prepared { write: WriteKey, plan: CopyPlan, slab: Option<PooledSlab>, digest: Result<Digest, String> },
     /// The digest of what landed.
     Verified { write: WriteKey, digest: Result<Digest, String> },
+    /// The digest of what landed in the tier's memory.
+    VerifiedTaken { write: WriteKey, digest: Result<Digest, String> },
     /// A copy from or to the tier, and the digest of what arrived.
     Tier { job: TierJob, digest: Result<Digest, String> },
 }
@@ -141,6 +156,12 @@ struct Memory {
     tier: Option<Caches>,
 }
 
+impl Memory {
+    fn tier(&self) -> Result<&Caches, String> {
+        self.tier.as_ref().ok_or_else(|| "this worker has no tier".to_owned())
+    }
+}
+
 fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Sender<Input>) {
     loop {
         let job = match queue.try_recv() {
@@ -167,12 +188,19 @@ fn perform(memory: &Memory, job: Job) -> JobDone {
     let caches = &memory.caches;
     match job {
         Job::Tier(job) => {
-            let digest = memory.tier.as_ref().ok_or_else(|| "this worker has no tier".to_owned());
-            let digest = digest.and_then(|tier| match job.direction {
+            let digest = memory.tier().and_then(|tier| match job.direction {
                 Direction::ToTier => caches.copy_to(tier, &job.plan),
                 Direction::FromTier => tier.copy_to(caches, &job.plan),
+                Direction::InTier => tier.digest_of(&job.plan),
             });
             JobDone::Tier { job, digest }
+        }
+        Job::VerifyTaken { write, blocks, first_token, rect } => {
+            let digest = memory.tier().and_then(|tier| {
+                let selection = Selection { layers: rect.layers(), heads: tier.heads(), tokens: rect.tokens() };
+                tier.digest(&blocks, first_token, &selection)
+            });
+            JobDone::VerifiedTaken { write, digest }
         }
         Job::Prepare { write, plan, slab: Some(mut slab), .. } => {
             let digest = caches.gather(&plan, slab.bytes_mut());

@@ -104,6 +104,26 @@ impl Keeping {
         (shape.block_bytes() * u64::from(shape.blocks), queued as u64)
     }
 
+    /// Makes room for frames, or for none.
+    pub(super) fn enter(&self, frames: &[BlockId]) -> Result<Vec<BlockId>, String> {
+        let mut berths = Vec::with_capacity(frames.len());
+        for &frame in frames {
+            match self.tier.enter(frame) {
+                Ok(berth) => berths.push(berth),
+                Err(error) => {
+                    self.leave(&berths);
+                    return Err(error.to_string());
+                }
+            }
+        }
+        Ok(berths)
+    }
+
+    /// Gives berths back.
+    pub(super) fn leave(&self, berths: &[BlockId]) {
+        berths.iter().for_each(|&berth| self.tier.leave(berth));
+    }
+
     fn plan(
         &self,
         caches: &Caches,
@@ -180,6 +200,30 @@ impl Driver {
         Ok(())
     }
 
+    /// A peer's block landed in a berth and was verified: its own digest is all that is missing.
+    pub(super) fn keep_landed(&mut self, order: u64, (frame, berth): (BlockId, BlockId), first_token: u32) {
+        let Some(keeping) = &mut self.keeping else { return };
+        let layers = self.caches.layers();
+        let made = keeping.memory.guard_read(&[berth], layers.clone()).and_then(|guards| {
+            let tokens = first_token..first_token + self.caches.tokens_per_block();
+            let selection = Selection { layers, heads: keeping.memory.heads(), tokens };
+            Ok((guards, keeping.memory.plan_in_place(berth, first_token, &selection)?))
+        });
+        let (guards, plan) = match made {
+            Ok(made) => made,
+            Err(problem) => {
+                tracing::error!(problem, "a block that came cannot be kept");
+                keeping.tier.leave(berth);
+                return self.drop_store(order, TierDrop::Failed);
+            }
+        };
+        let store = Store { order, request: RequestId::new(""), block: berth, first_token, frame };
+        keeping.pieces.push_back(TierJob { order, block: 0, plan, direction: Direction::InTier });
+        let guards = Some((None, guards));
+        let (left, copying, digest, dropped, deadline, late) = (1, 0, Digest::ZERO, None, None, false);
+        keeping.stores.insert(order, Storing { store, berth, guards, left, copying, digest, dropped, deadline, late });
+    }
+
     /// Hands pieces of stores to the movers while no transfer waits for them.
     pub(super) fn push_stores(&mut self) {
         let Some(keeping) = &mut self.keeping else { return };
@@ -200,7 +244,7 @@ impl Driver {
     /// A mover copied a piece.
     pub(super) fn tier_job_done(&mut self, job: &TierJob, digest: Result<Digest, String>) {
         match job.direction {
-            Direction::ToTier => self.piece_stored(job, digest),
+            Direction::ToTier | Direction::InTier => self.piece_stored(job, digest),
             Direction::FromTier => self.block_restored(job.order, job.block, digest),
         }
     }
@@ -239,9 +283,9 @@ impl Driver {
     }
 
     /// Ends a store that was not taken over by the tier; its movers are done with it.
-    fn drop_store(&mut self, order: u64, why: TierDrop) {
+    pub(super) fn drop_store(&mut self, order: u64, why: TierDrop) {
         if let Some(keeping) = &mut self.keeping {
-            keeping.pieces.retain(|piece| piece.order != order || piece.direction != Direction::ToTier);
+            keeping.pieces.retain(|piece| piece.order != order);
             if let Some(storing) = keeping.stores.remove(&order) {
                 keeping.tier.leave(storing.berth);
             }

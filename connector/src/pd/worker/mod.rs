@@ -19,6 +19,7 @@ mod peers;
 mod posting;
 mod progress;
 mod receiving;
+mod returning;
 mod sending;
 mod slabs;
 mod step;
@@ -50,7 +51,9 @@ use tier_threads::{TierAnswer, TierThreads};
 
 use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
-use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Restore, Save, StepMeta, StepResults, Store, Worker};
+use crate::contract::{
+    BadStep, Cancel, Load, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store, Take, Worker,
+};
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
 use crate::tier::{HostTier, Tier};
@@ -79,6 +82,8 @@ pub struct PdWorker {
     step: StepProgress,
     /// Blocks to keep when the step is complete.
     stores: Vec<Store>,
+    returns: Vec<Return>,
+    wakes: Receiver<()>,
     transport: Arc<dyn Transport>,
     running: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -131,6 +136,12 @@ enum Command {
     Restore(Restore),
     /// Requests are over: their blocks are kept soon, or not.
     Hurry(Vec<RequestId>),
+    /// Send complete blocks of answers back.
+    Return(Vec<Return>),
+    /// Take a peer's blocks into the tier.
+    Take(Take),
+    /// Say that they are not wanted.
+    Refuse(Refuse),
     /// End the transfers of some requests and say when nothing touches their pages.
     Preempt(Vec<RequestId>, Sender<()>),
     /// Reach a peer ahead of requests.
@@ -215,7 +226,11 @@ impl PdWorker {
         tier: Option<Arc<dyn Tier>>,
     ) -> Result<Self, ConnectorError> {
         let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
-        crate::raw::register(&*transport, &parts.cache)?;
+        let regions = crate::raw::register(&*transport, &parts.cache, 0)?;
+        if let Some(tier) = &tier {
+            // A peer's blocks land in it directly.
+            crate::raw::register(&*transport, &tier.memory().clone().into(), regions)?;
+        }
         let tp_rank = parts.config.peer().tp_rank;
         let caches = Caches::new(parts.cache, parts.shard);
         let board = Arc::new(Board {
@@ -225,6 +240,7 @@ impl PdWorker {
         });
         let (inputs, inbox) = bounded(INPUTS);
         let (messages_out, messages) = bounded(MESSAGES);
+        let (wake, wakes) = bounded(1);
         let step = StepProgress::new(&caches);
         let keeping = tier.map(|tier| keeping(tier, &caches, &inputs)).transpose()?;
         let driver = Driver::new(
@@ -235,6 +251,7 @@ impl PdWorker {
             Arc::clone(&board),
             keeping,
             &inputs,
+            wake,
             messages_out,
         );
         let running = Arc::new(AtomicBool::new(true));
@@ -263,6 +280,8 @@ impl PdWorker {
             messages,
             step,
             stores: Vec::new(),
+            returns: Vec::new(),
+            wakes,
             transport,
             running,
             threads: vec![pump, driver],
@@ -281,6 +300,13 @@ impl PdWorker {
         &self.messages
     }
 
+    /// Says that a peer waits for what only a step can give, also an empty one: an engine that sleeps while it has nothing to do
+    /// takes one when it hears this.
+    #[must_use]
+    pub const fn wakes(&self) -> &Receiver<()> {
+        &self.wakes
+    }
+
     /// Where peers reach this worker.
     #[must_use]
     pub fn local_address(&self) -> PeerAddress {
@@ -289,6 +315,18 @@ impl PdWorker {
 
     fn command(&self, command: Command) -> Result<(), ConnectorError> {
         self.inputs.send(Input::Command(command)).map_err(|_| ConnectorError::Ended)
+    }
+
+    /// What the last step completed goes to the tier, or back; after what a peer waits for.
+    fn hand_over_blocks(&mut self) {
+        let (stores, returns) = (std::mem::take(&mut self.stores), std::mem::take(&mut self.returns));
+        // Fails only when the driver has ended, and then nothing reads the blocks.
+        if !stores.is_empty() {
+            let _ = self.command(Command::Keep(stores));
+        }
+        if !returns.is_empty() {
+            let _ = self.command(Command::Return(returns));
+        }
     }
 
     fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {
@@ -335,6 +373,8 @@ impl Worker for PdWorker {
         if meta.version != StepMeta::VERSION {
             return Err(BadStep { found: meta.version }.into());
         }
+        // Of a step whose end was not told.
+        self.hand_over_blocks();
         self.step.begin(&meta);
         meta.settled.iter().for_each(|request| self.board.progress.forget(request));
         for load in meta.loads {
@@ -355,7 +395,14 @@ impl Worker for PdWorker {
         if !meta.tier.hurried.is_empty() {
             self.command(Command::Hurry(meta.tier.hurried))?;
         }
+        for take in meta.tier.takes {
+            self.command(Command::Take(take))?;
+        }
+        for refuse in meta.tier.refusals {
+            self.command(Command::Refuse(refuse))?;
+        }
         self.stores.extend(meta.tier.stores);
+        self.returns.extend(meta.tier.returns);
         for cancel in meta.cancels {
             self.command(Command::Cancel(cancel))?;
         }
@@ -394,11 +441,7 @@ impl Worker for PdWorker {
         for (transfer, rect) in self.step.all_saved() {
             let _ = self.command(Command::Computed { transfer, rect });
         }
-        // After what a peer waits for.
-        let stores = std::mem::take(&mut self.stores);
-        if !stores.is_empty() {
-            let _ = self.command(Command::Keep(stores));
-        }
+        self.hand_over_blocks();
     }
 
     fn poll(&mut self) -> StepResults {

@@ -27,6 +27,8 @@ pub(super) struct Posting {
     writes: BTreeMap<WriteKey, Pending>,
     /// Jobs that wait for a slab or for room in the movers' queue.
     jobs: VecDeque<Waiting>,
+    /// Those that wait until none of these is left: what goes back to a peer's tier.
+    later: VecDeque<Waiting>,
     /// Writes that wait for room in the transport.
     ready: VecDeque<(WriteKey, Write)>,
     posted: BTreeMap<PostId, WriteKey>,
@@ -62,6 +64,7 @@ impl Posting {
             packed_run_bytes: limits.packed_run_bytes,
             writes: BTreeMap::new(),
             jobs: VecDeque::new(),
+            later: VecDeque::new(),
             ready: VecDeque::new(),
             posted: BTreeMap::new(),
         }
@@ -97,11 +100,12 @@ impl Driver {
             }
             (None, _) => return self.posted(write, PostOutcome::Lost),
         };
-        let blocks = entry.blocks.clone();
+        let (blocks, returns) = (entry.blocks.clone(), entry.returns);
         let threshold = self.posting.packed_run_bytes.unwrap_or(self.transport.capabilities().direct_run_bytes);
         let pack = plan.run_bytes_min() < threshold;
         self.posting.writes.insert(write, Pending { peer, key, rect, cancelled: false });
-        self.posting.jobs.push_back(Waiting::Prepare { write, plan, pack, blocks });
+        let queue = if returns { &mut self.posting.later } else { &mut self.posting.jobs };
+        queue.push_back(Waiting::Prepare { write, plan, pack, blocks });
     }
 
     /// Something landed and wants its digest.
@@ -116,6 +120,14 @@ impl Driver {
             if let Some(waiting) = self.submit(waiting) {
                 self.posting.jobs.push_front(waiting);
                 self.board.metrics.slab_waits_total.add(1);
+                break;
+            }
+        }
+        while self.posting.jobs.is_empty()
+            && let Some(waiting) = self.posting.later.pop_front()
+        {
+            if let Some(waiting) = self.submit(waiting) {
+                self.posting.later.push_front(waiting);
                 break;
             }
         }
@@ -155,6 +167,7 @@ impl Driver {
         match done {
             JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
             JobDone::Verified { write, digest } => self.digested(write, digest),
+            JobDone::VerifiedTaken { write, digest } => self.taken_digested(write, digest),
             JobDone::Tier { job, digest } => self.tier_job_done(&job, digest),
         }
     }

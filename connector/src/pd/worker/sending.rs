@@ -6,10 +6,11 @@ use std::num::{NonZeroU32, NonZeroU64};
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::layout::{CacheView, CopyPlan, Selection, plan};
 use kvferry_protocol::message::{Grant, Message, Verdict};
-use kvferry_protocol::transfer::{InputError, Rect, Sender, SenderConfig, SenderOutput, Time};
+use kvferry_protocol::transfer::{InputError, Order, Rect, Sender, SenderConfig, SenderOutput, Time};
 use kvferry_protocol::{BlockId, Generation, PeerId, TransferId};
 
 use super::driver::{Driver, Side};
+use super::returning::{RETURN_POSTS, RETURN_TIME, RETURN_WAIT};
 use super::window::{GrantedWindow, Windows};
 use crate::contract::{RequestId, Save};
 use crate::metrics;
@@ -24,6 +25,8 @@ pub(super) struct Sending {
     pub(super) peer: Option<PeerId>,
     /// The engine was told of the end, and nothing reads the pages.
     pub(super) over: bool,
+    /// It goes back to a peer's tier, rather than on to a decode engine.
+    pub(super) returns: bool,
     /// All blocks of the request so far, from token 0.
     pub(super) blocks: Vec<BlockId>,
     /// Read guards over what was handed to the machine, until the lease is released.
@@ -120,6 +123,7 @@ impl Driver {
             request: save.request.clone(),
             peer: None,
             over: false,
+            returns: false,
             blocks: save.blocks.clone(),
             guards: Vec::new(),
             windows: BTreeMap::new(),
@@ -130,8 +134,31 @@ impl Driver {
         })
     }
 
+    /// Blocks that go back: as a save whose receiver speaks first, soon or not at all.
+    pub(super) fn returned(&self, save: &Save, began: Time) -> Result<Sending, String> {
+        let mut entry = self.sending(save, began)?;
+        let deadlines = self.config.deadlines();
+        let cells = self.config.limits().chunk_bytes / self.caches.bytes_per_cell().max(1);
+        let config = SenderConfig {
+            transfer: save.transfer,
+            held: Rect::new(0..save.computed, self.caches.layers()).map_err(|error| error.to_string())?,
+            order: Order::DecodeFirst,
+            lease_ttl: deadlines.lease_ttl.min(RETURN_WAIT),
+            lease_max: RETURN_TIME,
+            absent: deadlines.absent.min(RETURN_WAIT),
+            word: deadlines.verdict.min(RETURN_WAIT),
+            max_posts_in_flight: RETURN_POSTS,
+            max_cells_per_post: NonZeroU64::new(cells).unwrap_or(NonZeroU64::MIN),
+            align_tokens: NonZeroU32::new(self.caches.tokens_per_block()).unwrap_or(NonZeroU32::MIN),
+        };
+        entry.machine = Sender::new(began, config);
+        entry.returns = true;
+        entry.span = tracing::debug_span!("return", request = %save.request, transfer = %save.transfer);
+        Ok(entry)
+    }
+
     /// The receiver of a transfer is known: its session, and what it said before the request came.
-    fn begin_with(&mut self, transfer: TransferId, peer: PeerId) {
+    pub(super) fn begin_with(&mut self, transfer: TransferId, peer: PeerId) {
         let early = self.early.take(&peer, transfer);
         let session = self.peers.session(&peer);
         if let Some(entry) = self.sending.get_mut(&transfer) {
@@ -235,14 +262,18 @@ impl Driver {
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         entry.over = true;
         let (request, elapsed) = (entry.request.clone(), now.since(entry.began));
-        if let (Verdict::Done, Some(first)) = (verdict, entry.first_post) {
+        let returns = entry.returns;
+        if let (Verdict::Done, Some(first), false) = (verdict, entry.first_post, returns) {
             let metrics = &self.board.metrics;
             metrics.wire_seconds.observe(now.since(first));
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
         }
         self.count_end(metrics::Side::Send, verdict, elapsed);
         tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "send ended");
-        self.board.results().sent.push(request);
+        match returns {
+            true => self.return_ended(transfer, verdict),
+            false => self.board.results().sent.push(request),
+        }
     }
 }
 
