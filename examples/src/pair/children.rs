@@ -24,8 +24,13 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    /// Starts both; they can serve sequences of `longest` tokens.
-    pub(super) async fn start(program: &Path, options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
+    /// Starts both; they can serve sequences of `longest` tokens, and decode keeps `conversations` of them between their turns.
+    pub(super) async fn start(
+        program: &Path,
+        options: &PairOptions,
+        longest: usize,
+        conversations: u32,
+    ) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
         let mut command = node(
             program,
@@ -34,7 +39,7 @@ impl Pair {
             &key,
             options.prefill_layout.to_string(),
             options.prefill_block,
-            longest,
+            blocks(longest, options.prefill_block, options.concurrency.get(), 0),
         )?;
         command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
         let (prefill, said) = spawn(command, "prefill").await?;
@@ -47,7 +52,7 @@ impl Pair {
             &key,
             options.decode_layout.to_string(),
             options.decode_block,
-            longest,
+            blocks(longest, options.decode_block, options.concurrency.get(), conversations),
         )?;
         command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
         let (decode, said) = spawn(command, "decode").await?;
@@ -109,7 +114,7 @@ fn node(
     key: &str,
     layout: String,
     block: u32,
-    longest: usize,
+    blocks: u32,
 ) -> anyhow::Result<Command> {
     let concurrency = options.concurrency.get();
     let mut command = Command::new(program);
@@ -118,7 +123,7 @@ fn node(
         .arg("--model")
         .arg(&options.model)
         .args(["--kv-dtype", &options.kv_dtype.to_string(), "--layout", &layout, "--block", &block.to_string()])
-        .args(["--blocks", &blocks(longest, block, concurrency).to_string(), "--chunk", &options.chunk.to_string()])
+        .args(["--blocks", &blocks.to_string(), "--chunk", &options.chunk.to_string()])
         .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--exit-with-stdin"])
         .env("KVFERRY_PSK", key)
         // A comparison waits for a slow model: a load that gave up would only compare the decode node with itself.

@@ -59,7 +59,9 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
-    let pair = Pair::start(program, options, longest).await?;
+    // What decode keeps of a conversation until its next turn.
+    let conversations = if turns > 1 { prompts.len() as u32 } else { 0 };
+    let pair = Pair::start(program, options, longest, conversations).await?;
     let (mut answers, mut figures, mut before) = (Vec::new(), Vec::new(), Counters::default());
     let mut pages = (String::new(), String::new());
     for (turn, (prompts, _)) in reference.iter().enumerate() {
@@ -74,11 +76,11 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
     Ok(Report::new(answers, reference, figures, &tokenizer, &pages.0, &pages.1))
 }
 
-/// Blocks of a cache that holds `sequences` of the longest length.
-fn blocks(longest: usize, tokens_per_block: u32, sequences: u32) -> u32 {
+/// Blocks of a cache that computes `sequences` of the longest length at once, and keeps so many idle ones.
+fn blocks(longest: usize, tokens_per_block: u32, sequences: u32, idle: u32) -> u32 {
     // One sequence more: a finished one is held until its transfer is over.
     let each = longest.div_ceil(tokens_per_block as usize) as u32;
-    each.saturating_mul(sequences.saturating_mul(2).saturating_add(1))
+    each.saturating_mul(sequences.saturating_mul(2).saturating_add(1).saturating_add(idle))
 }
 
 /// Each turn's prompts and a single process's answers to them, which computes every prompt from its first token on.
@@ -93,7 +95,7 @@ async fn reference(
     let config = NodeConfig {
         order: options.decode_layout,
         dtype: options.kv_dtype,
-        blocks: blocks(longest, options.decode_block, concurrency),
+        blocks: blocks(longest, options.decode_block, concurrency, 0),
         tokens_per_block: options.decode_block,
         chunk_tokens: options.chunk.get() as usize,
         max_running: concurrency as usize,
