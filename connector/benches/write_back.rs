@@ -66,6 +66,8 @@ fn measure(name: &str, layouts: (&str, &str), layers: u16, heads: u16, rounds: u
     let order = |step| scattered(blocks as usize, step).into_iter().map(|id| BlockId::new(id as u32)).collect();
     let (source, target): (Vec<BlockId>, Vec<BlockId>) = (order(7919), order(104_729));
     let mut figures: [Vec<f64>; 4] = Default::default();
+    // Of each round's own figures, so that what changes between rounds does not count.
+    let mut ratios: [Vec<f64>; 2] = Default::default();
     let mut number = 0;
     for round in 0..=rounds {
         let mut go = |send, keep| {
@@ -76,16 +78,19 @@ fn measure(name: &str, layouts: (&str, &str), layers: u16, heads: u16, rounds: u
         // The first round wakes everything.
         if round > 0 || rounds == 0 {
             figures.iter_mut().zip([alone, kept, transfer, both]).for_each(|(figure, ms)| figure.push(ms));
+            ratios[0].push(transfer / alone);
+            ratios[1].push(both / alone.max(kept));
         }
     }
     let [alone, kept, transfer, both] = figures.map(|mut figure| median(&mut figure));
+    let ratios = ratios.map(|mut ratio| median(&mut ratio));
     let m = prefill.metrics.snapshot();
     println!(
         "{name:>25}: transfer {alone:6.1}   write-back {kept:6.1}   both: transfer {transfer:6.1}, all {both:6.1}\n\
          {:>25}  transfer with / without {:5.3}   both / the longer {:5.3}   blocks kept {}, dropped {}",
         "",
-        transfer / alone,
-        both / alone.max(kept),
+        ratios[0],
+        ratios[1],
         m.tier_stored_blocks_total,
         m.tier_dropped_blocks_total.total(),
     );
@@ -99,12 +104,12 @@ fn run(prefill: &mut Engine, decode: &mut Engine, prompt: &Prompt<'_>) -> (f64, 
     let mut params = None;
     if prompt.send {
         let from = prefill.worker.local_address();
-        let fetch = Some(TransferParams::Fetch { transfer, from, ask: b"ask".to_vec() });
+        let fetch = Some(TransferParams::Fetch { transfer, from: vec![from], ask: b"ask".to_vec() });
         let fetch = Request { id: id.clone(), prompt_tokens: tokens, params: fetch, hashes: Arc::default() };
         decode.scheduler.allocated(&fetch, prompt.target, 0, tokens).expect("it fits");
         step(decode, &ScheduledStep::default());
         let (peer, _) = prefill.worker.messages().recv().expect("the question");
-        params = Some(TransferParams::Keep { transfer, to: Some(peer) });
+        params = Some(TransferParams::Keep { transfer, to: Some(peer), readers: 1 });
     }
     let hash = |position: usize| {
         let mut bytes = [0; 32];

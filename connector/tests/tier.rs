@@ -301,7 +301,10 @@ impl Tier for Stuck {
     }
 }
 
-fn stuck(fetches: bool) -> (Sender<Result<(), ()>>, impl Fn(&KvLayout) -> Option<Arc<dyn Tier>>) {
+/// What a stuck call comes to.
+type Gate = Sender<Result<(), ()>>;
+
+fn stuck(fetches: bool) -> (Gate, impl Fn(&KvLayout) -> Option<Arc<dyn Tier>>) {
     let (open, gate) = bounded(1000);
     let make = move |cache: &KvLayout| {
         let inner = HostTier::new(cache, 64 * cache.shape().block_bytes()).unwrap();

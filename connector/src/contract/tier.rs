@@ -62,8 +62,8 @@ pub struct Return {
     pub request: RequestId,
     /// The transfer that carries them; never the one that brought the prompt.
     pub transfer: TransferId,
-    /// Where the prefill worker listens.
-    pub to: PeerAddress,
+    /// Where the prefill engine's workers listen, by rank; a rank sends to the one of its own number.
+    pub to: Vec<PeerAddress>,
     /// All blocks of the request up to the last one that is sent, from token 0.
     pub blocks: Vec<BlockId>,
     /// The place in the sequence of the first token that is sent.

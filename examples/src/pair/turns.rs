@@ -33,11 +33,13 @@ pub(super) struct Counters([u64; 6]);
 impl Counters {
     /// Reads both nodes' pages of metrics.
     pub(super) fn of(decode: &str, prefill: &str, decode_block: u32, prefill_block: u32) -> Self {
+        // What every rank counts alike is counted once.
+        let one = if prefill.contains("tp_rank=") { "tp_rank=\"0\"" } else { "" };
         let received = |page| sum(page, "kvferry_transfer_bytes_total", "side=\"receive\"") as u64;
         let local = |page, block: u32| sum(page, "kvferry_prefix_hit_blocks_total", "") as u64 * u64::from(block);
         Self([
             sum(prefill, "kvferry_computed_prompt_tokens_total", "") as u64,
-            sum(prefill, "kvferry_tier_restored_tokens_total", "") as u64,
+            sum(prefill, "kvferry_tier_restored_tokens_total", one) as u64,
             local(prefill, prefill_block),
             local(decode, decode_block),
             received(decode),

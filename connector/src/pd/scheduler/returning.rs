@@ -27,7 +27,7 @@ pub(super) struct Returning {
 #[derive(Debug)]
 struct Following {
     transfer: TransferId,
-    to: PeerAddress,
+    to: Vec<PeerAddress>,
     hashes: Vec<BlockHash>,
     blocks: Vec<BlockId>,
     /// Blocks that are complete, and those of them that were offered or came from there.
@@ -47,7 +47,7 @@ impl Returning {
     pub(super) fn follow(
         &mut self,
         request: &RequestId,
-        (transfer, to): (TransferId, PeerAddress),
+        (transfer, to): (TransferId, &[PeerAddress]),
         hashes: &[BlockHash],
         prompt_tokens: u32,
     ) {
@@ -55,7 +55,7 @@ impl Returning {
         if hashes.len() == offered {
             self.following.entry(request.clone()).or_insert_with(|| Following {
                 transfer,
-                to,
+                to: to.to_vec(),
                 hashes: hashes.to_vec(),
                 blocks: Vec::new(),
                 complete: 0,
@@ -104,7 +104,7 @@ impl Returning {
             self.next.push(Return {
                 request: request.clone(),
                 transfer,
-                to: following.to,
+                to: following.to.clone(),
                 blocks: following.blocks[..to].to_vec(),
                 first_token: from as u32 * self.tokens_per_block,
                 hashes: following.hashes[from..to].to_vec(),
@@ -164,7 +164,7 @@ mod tests {
         let mut returning = Returning::new(2, 1, 4);
         let id = RequestId::new("a");
         // A prompt of 10 tokens: the third block is completed by the answer.
-        returning.follow(&id, (TransferId::new(7), PeerAddress::Loopback(1)), &[hash(0), hash(1)], 10);
+        returning.follow(&id, (TransferId::new(7), &[PeerAddress::Loopback(1)]), &[hash(0), hash(1)], 10);
         for n in 2..7 {
             returning.hashed(&id, &[hash(n)]);
         }
@@ -189,7 +189,7 @@ mod tests {
     fn an_aborted_request_gives_nothing_back_at_its_end() {
         let mut returning = Returning::new(8, 1, 4);
         let id = RequestId::new("a");
-        returning.follow(&id, (TransferId::new(7), PeerAddress::Loopback(1)), &[hash(0)], 7);
+        returning.follow(&id, (TransferId::new(7), &[PeerAddress::Loopback(1)]), &[hash(0)], 7);
         returning.hashed(&id, &[hash(1)]);
         returning.scheduled(&scheduled(8));
         returning.finished(&id, EngineFinish::Aborted);

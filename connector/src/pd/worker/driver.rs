@@ -17,6 +17,8 @@ use kvferry_transport::{GrantKey, PeerAddress, Transport};
 use super::card::WorkerCard;
 use super::jobs::Movers;
 use super::keeping::Keeping;
+use super::leases::Lease;
+use super::loading::Loading;
 use super::peers::Peers;
 use super::posting::Posting;
 use super::receiving::Receiving;
@@ -24,7 +26,7 @@ use super::returning::Taking;
 use super::sending::Sending;
 use super::{Board, Command, Input};
 use crate::config::ConnectorConfig;
-use crate::contract::{Cancel, RequestId};
+use crate::contract::{self, Cancel, RequestId};
 use crate::metrics::{self, DropReason};
 use crate::pd::caches::Caches;
 
@@ -37,6 +39,10 @@ pub(super) struct Driver {
     pub(super) movers: Movers,
     pub(super) card: WorkerCard,
     pub(super) peers: Peers,
+    /// Loads by their hand-over, and keeps by theirs.
+    pub(super) loads: BTreeMap<TransferId, Loading>,
+    pub(super) leases: BTreeMap<TransferId, Lease>,
+    /// Their parts, each a transfer with one peer under an id of its own.
     pub(super) receiving: BTreeMap<TransferId, Receiving>,
     pub(super) sending: BTreeMap<TransferId, Sending>,
     /// What peers said of transfers that this engine does not know yet.
@@ -55,6 +61,13 @@ pub(super) struct Driver {
     /// Who waits for the end of which transfers.
     waiting: Vec<(BTreeSet<TransferId>, Vec<RequestId>, Outbox<()>)>,
     stopping: Option<(Instant, Outbox<()>)>,
+}
+
+/// Where a driver speaks to: itself by way of other threads, and the engine.
+pub(super) struct Outlets<'a> {
+    pub(super) inputs: &'a Outbox<Input>,
+    pub(super) wake: Outbox<()>,
+    pub(super) messages: Outbox<(PeerId, Bytes)>,
 }
 
 /// One timer for all machines: the next moment of each, in order.
@@ -81,10 +94,9 @@ impl Driver {
         transport: Arc<dyn Transport>,
         board: Arc<Board>,
         keeping: Option<Keeping>,
-        inputs: &Outbox<Input>,
-        wake: Outbox<()>,
-        messages: Outbox<(PeerId, Bytes)>,
+        outlets: Outlets<'_>,
     ) -> Self {
+        let Outlets { inputs, wake, messages } = outlets;
         let movers = Movers::start(MOVERS, &caches, keeping.as_ref().map(|keeping| &keeping.memory), inputs);
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
@@ -100,6 +112,8 @@ impl Driver {
             movers,
             card,
             peers: Peers::default(),
+            loads: BTreeMap::new(),
+            leases: BTreeMap::new(),
             receiving: BTreeMap::new(),
             sending: BTreeMap::new(),
             early,
@@ -162,8 +176,9 @@ impl Driver {
             Command::Refuse(refuse) => self.refuse(&refuse),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);
-                transfers.iter().for_each(|&transfer| self.cancel_transfer(transfer));
+                self.end_all(|request| requests.contains(request));
                 self.abandon_stores(|request| requests.contains(request));
+                self.end_returns(|request| requests.contains(request));
                 self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }
@@ -179,9 +194,9 @@ impl Driver {
                 self.decline(&peer, transfer, &why);
             }
             Command::Shutdown(grace, done) => {
-                let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
-                all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));
+                self.end_all(|_| true);
                 self.abandon_stores(|_| true);
+                self.end_returns(|_| true);
                 self.end_takes();
                 self.stopping = Some((Instant::now() + grace, done));
             }
@@ -231,26 +246,24 @@ impl Driver {
     }
 
     fn cancel(&mut self, cancel: &Cancel) {
-        if !self.receiving.contains_key(&cancel.transfer) && !self.sending.contains_key(&cancel.transfer) {
+        let loads = self.loads.get(&cancel.transfer).is_some_and(|load| load.request == cancel.request);
+        let keeps = self.leases.get(&cancel.transfer).is_some_and(|lease| lease.request == cancel.request);
+        match cancel.side {
+            // One that is not here, or is another request's, is over, and the scheduler will hear of that.
+            contract::Side::Load if loads => self.cancel_load(cancel.transfer),
+            contract::Side::Load => {}
+            contract::Side::Keep if keeps => self.cancel_lease(cancel.transfer),
             // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
-            self.board.results().sent.push(cancel.request.clone());
-            return;
+            contract::Side::Keep => self.board.results().sent.push(cancel.request.clone()),
         }
-        self.cancel_transfer(cancel.transfer);
     }
 
-    fn cancel_transfer(&mut self, transfer: TransferId) {
-        let now = self.now();
-        if let Some(entry) = self.receiving.get_mut(&transfer) {
-            let taken = entry.machine.cancel(now);
-            self.note(taken);
-            self.turn(transfer, Side::Receiving);
-        }
-        if let Some(entry) = self.sending.get_mut(&transfer) {
-            let taken = entry.machine.cancel(now);
-            self.note(taken);
-            self.turn(transfer, Side::Sending);
-        }
+    /// Ends the loads and keeps of some requests.
+    fn end_all(&mut self, of: impl Fn(&RequestId) -> bool) {
+        let loads: Vec<_> = self.loads.iter().filter(|(_, load)| of(&load.request)).map(|(&id, _)| id).collect();
+        let leases: Vec<_> = self.leases.iter().filter(|(_, lease)| of(&lease.request)).map(|(&id, _)| id).collect();
+        loads.into_iter().for_each(|id| self.cancel_load(id));
+        leases.into_iter().for_each(|id| self.cancel_lease(id));
     }
 
     fn transfers_of(&self, requests: &[RequestId]) -> BTreeSet<TransferId> {
@@ -274,7 +287,7 @@ impl Driver {
         let (receiving, sending, keeping) = (&self.receiving, &self.sending, &self.keeping);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
-                || sending.get(transfer).is_some_and(|entry| !entry.over)
+                || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
         self.waiting.retain(|(transfers, requests, done)| {
             let wait =

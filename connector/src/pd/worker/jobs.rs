@@ -72,10 +72,10 @@ pub(super) struct TierJob {
 /// Which way a tier's job copies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Direction {
-    ToTier,
-    FromTier,
+    Store,
+    Bring,
     /// Nowhere: a digest of what is in the tier.
-    InTier,
+    Stay,
 }
 
 /// One write of one grant of one transfer.
@@ -189,9 +189,9 @@ fn perform(memory: &Memory, job: Job) -> JobDone {
     match job {
         Job::Tier(job) => {
             let digest = memory.tier().and_then(|tier| match job.direction {
-                Direction::ToTier => caches.copy_to(tier, &job.plan),
-                Direction::FromTier => tier.copy_to(caches, &job.plan),
-                Direction::InTier => tier.digest_of(&job.plan),
+                Direction::Store => caches.copy_to(tier, &job.plan),
+                Direction::Bring => tier.copy_to(caches, &job.plan),
+                Direction::Stay => tier.digest_of(&job.plan),
             });
             JobDone::Tier { job, digest }
         }

@@ -174,7 +174,7 @@ impl Driver {
             Ok((source, target))
         });
         let guards = guards.inspect_err(|_| keeping.tier.leave(berth)).map_err(failed)?;
-        let bytes = self.caches.bytes_per_cell() * u64::from(self.caches.tokens_per_block());
+        let bytes = self.caches.bytes_per_cell(&self.caches.heads()) * u64::from(self.caches.tokens_per_block());
         let step = u16::try_from(PIECE_BYTES / bytes.max(1)).unwrap_or(u16::MAX).clamp(1, layers.len() as u16);
         let parts: Result<Vec<_>, _> = layers
             .clone()
@@ -183,7 +183,7 @@ impl Driver {
             .collect();
         let parts = parts.inspect_err(|_| keeping.tier.leave(berth)).map_err(failed)?;
         let (order, left) = (store.order, parts.len() as u32);
-        let piece = |plan| TierJob { order, block: 0, plan, direction: Direction::ToTier };
+        let piece = |plan| TierJob { order, block: 0, plan, direction: Direction::Store };
         keeping.pieces.extend(parts.into_iter().map(piece));
         let storing = Storing {
             store,
@@ -218,7 +218,7 @@ impl Driver {
             }
         };
         let store = Store { order, request: RequestId::new(""), block: berth, first_token, frame };
-        keeping.pieces.push_back(TierJob { order, block: 0, plan, direction: Direction::InTier });
+        keeping.pieces.push_back(TierJob { order, block: 0, plan, direction: Direction::Stay });
         let guards = Some((None, guards));
         let (left, copying, digest, dropped, deadline, late) = (1, 0, Digest::ZERO, None, None, false);
         keeping.stores.insert(order, Storing { store, berth, guards, left, copying, digest, dropped, deadline, late });
@@ -244,8 +244,8 @@ impl Driver {
     /// A mover copied a piece.
     pub(super) fn tier_job_done(&mut self, job: &TierJob, digest: Result<Digest, String>) {
         match job.direction {
-            Direction::ToTier | Direction::InTier => self.piece_stored(job, digest),
-            Direction::FromTier => self.block_restored(job.order, job.block, digest),
+            Direction::Store | Direction::Stay => self.piece_stored(job, digest),
+            Direction::Bring => self.block_restored(job.order, job.block, digest),
         }
     }
 
@@ -427,7 +427,7 @@ impl Driver {
         match made {
             Ok((guards, plan)) => {
                 restoring.want.insert(block, (digest, berth, guards));
-                self.posting.tier_job(TierJob { order, block, plan, direction: Direction::FromTier });
+                self.posting.tier_job(TierJob { order, block, plan, direction: Direction::Bring });
             }
             Err(problem) => {
                 restoring.want.insert(block, (digest, berth, None));

@@ -15,6 +15,8 @@ mod driver;
 mod events;
 mod jobs;
 mod keeping;
+mod leases;
+mod loading;
 mod peers;
 mod posting;
 mod progress;
@@ -26,6 +28,7 @@ mod step;
 mod tier_threads;
 mod window;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -34,7 +37,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, KvShape, Shard};
+use kvferry_protocol::layout::{KvLayout, KvShape, Shard, heads_of};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -42,7 +45,7 @@ use kvferry_transport::{Event, PeerAddress, Transport};
 
 pub use card::Refusal;
 use card::WorkerCard;
-use driver::Driver;
+use driver::{Driver, Outlets};
 use jobs::JobDone;
 use keeping::Keeping;
 use progress::Progress;
@@ -65,7 +68,7 @@ pub struct PdWorkerParts {
     pub config: ConnectorConfig,
     /// What the KV cache is; compared with each peer's, field by field.
     pub manifest: Manifest,
-    /// Which layers and heads of the model this worker holds.
+    /// Which layers and heads of the model this worker holds: the heads of its `tp_rank` in `tp_size`.
     pub shard: Shard,
     /// The KV cache: kvferry's own, or the engine's memory.
     pub cache: KvCache,
@@ -93,13 +96,16 @@ pub struct PdWorker {
 #[derive(Clone, Debug)]
 pub struct PdHandle {
     inputs: Sender<Input>,
+    board: Arc<Board>,
 }
 
-/// What the driver tells the model thread.
+/// What the driver tells the engine's threads.
 #[derive(Debug)]
 struct Board {
     progress: Progress,
     results: Mutex<StepResults>,
+    /// The dialled addresses with a session.
+    reached: Mutex<BTreeSet<PeerAddress>>,
     metrics: Arc<Metrics>,
 }
 
@@ -107,6 +113,10 @@ impl Board {
     /// What the model thread will be told at its next poll.
     fn results(&self) -> MutexGuard<'_, StepResults> {
         self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reached(&self) -> MutexGuard<'_, BTreeSet<PeerAddress>> {
+        self.reached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -182,9 +192,14 @@ fn card(
             shard.first_layer, shape.layers, manifest.layers
         ));
     }
-    if end(shard.first_head, shape.heads) > manifest.kv_heads.into() {
+    let (tp_rank, tp_size) = (config.peer().tp_rank, config.tp_size().get());
+    let heads = match heads_of(tp_rank, tp_size, manifest.kv_heads) {
+        Ok(heads) => heads,
+        Err(error) => return refuse(format!("{error}: tp_size is {tp_size}")),
+    };
+    if (shard.first_head, shape.heads) != (heads.start, heads.len() as u16) {
         return refuse(format!(
-            "heads from {} on, {} of them, but the model has {}",
+            "heads from {} on, {} of them, but tp_rank {tp_rank} of {tp_size} holds {heads:?} of the model's {}",
             shard.first_head, shape.heads, manifest.kv_heads
         ));
     }
@@ -194,6 +209,7 @@ fn card(
         shard,
         layers: shape.layers,
         heads: shape.heads,
+        tp_size,
         order: config.order().into(),
     })
 }
@@ -236,6 +252,7 @@ impl PdWorker {
         let board = Arc::new(Board {
             progress: Progress::default(),
             results: Mutex::new(StepResults::empty(tp_rank)),
+            reached: Mutex::default(),
             metrics: parts.metrics,
         });
         let (inputs, inbox) = bounded(INPUTS);
@@ -250,9 +267,7 @@ impl PdWorker {
             Arc::clone(&transport),
             Arc::clone(&board),
             keeping,
-            &inputs,
-            wake,
-            messages_out,
+            Outlets { inputs: &inputs, wake, messages: messages_out },
         );
         let running = Arc::new(AtomicBool::new(true));
         let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
@@ -291,7 +306,7 @@ impl PdWorker {
     /// A handle for the engine's other threads.
     #[must_use]
     pub fn handle(&self) -> PdHandle {
-        PdHandle { inputs: self.inputs.clone() }
+        PdHandle { inputs: self.inputs.clone(), board: Arc::clone(&self.board) }
     }
 
     /// What peers' engines said to this one; bounded, the newest are dropped and counted when nobody takes them.
@@ -345,6 +360,12 @@ impl PdHandle {
     /// [`ConnectorError::Ended`].
     pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
         self.command(Command::Connect(address))
+    }
+
+    /// Whether the peer at an address that was dialled has a session at this moment. A router's hint: it may be gone at the next.
+    #[must_use]
+    pub fn reaches(&self, address: PeerAddress) -> bool {
+        self.board.reached().contains(&address)
     }
 
     /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.

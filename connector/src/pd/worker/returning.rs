@@ -6,24 +6,26 @@
 //! it had been copied here.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::ops::Range;
 use std::time::Duration;
 
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
-use kvferry_protocol::message::{Ended, HashBytes, Message, OpaqueKey, Spare, Verdict};
+use kvferry_protocol::message::{Ended, HashBytes, Message, OpaqueKey, Spare, Verdict, Wrote};
 use kvferry_protocol::transfer::{
-    Coverage, GrantRefusal, InputError, Order, Receiver, ReceiverConfig, ReceiverEnd, ReceiverOutput, Rect, Time,
+    Coverage, GrantRefusal, InputError, Order, Receiver, ReceiverConfig, ReceiverEnd, ReceiverOutput, Rect, Sender,
+    SenderConfig, Time,
 };
-use kvferry_protocol::{BlockId, Generation, PeerId, RegionId, TransferId};
-use kvferry_transport::{GrantKey, Transport};
+use kvferry_protocol::{BlockId, Generation, PeerId, RegionId, TpRank, TransferId};
+use kvferry_transport::Transport;
 
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
+use super::sending::{PartTo, Sending};
 use super::window::{GrantedWindow, Windows};
-use crate::contract::{Offered, Refuse, Return, Save, Take};
+use crate::contract::{Offered, Refuse, RequestId, Return, Save, Take};
 use crate::metrics::{self, ReturnRefusal, TierDrop};
 use crate::pd::caches::Caches;
 use crate::pool::BlockHash;
@@ -46,7 +48,7 @@ pub(super) struct Taken {
     tokens: Range<u32>,
     /// Write guards over the berths.
     guards: Option<PageGuards>,
-    grants: BTreeMap<Generation, Vec<GrantKey>>,
+    grants: BTreeMap<Generation, Vec<GrantedWindow>>,
     /// Digests that are with a mover.
     verifying: usize,
     /// The end, while it waits for the movers.
@@ -75,10 +77,21 @@ impl Taken {
             piece.region = RegionId::new(piece.region.get() + first_region);
         }
         match transport.grant(&self.peer, pages) {
+            // What is granted is whole blocks, so the window has no margins.
             Ok(key) => Ok(GrantedWindow { key, rect, shape }),
             Err(kvferry_transport::TransportError::NotConnected { .. }) => Err(GrantRefusal::NotConnected),
             Err(error) => Err(GrantRefusal::Impossible(error.to_string())),
         }
+    }
+
+    /// Closes a rectangle that a write is said to have filled, so that it stays as it is verified.
+    fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
+        // Nothing lands under a revoked grant.
+        let Some(windows) = self.grants.get(&generation) else { return Ok(()) };
+        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+        let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
+        transport.seal(window.key, &extents);
+        Ok(())
     }
 }
 
@@ -95,33 +108,83 @@ impl Driver {
     }
 
     fn begin_return(&mut self, one: Return) -> Result<(), String> {
-        let (peer, _) = self.peers.at(one.to).ok_or("there is no session with the prefill worker")?;
+        let rank = self.config.peer().tp_rank;
+        let to = one.to.get(usize::from(rank.get())).ok_or("the prefill engine has fewer ranks")?;
+        let (peer, _) = self.peers.at(*to).ok_or("there is no session with the prefill worker")?;
+        if !self.is_twin(&peer) {
+            return Err(format!("{peer} holds another part of the model"));
+        }
         let tokens_per_block = self.caches.tokens_per_block();
         let end = one.first_token + one.hashes.len() as u32 * tokens_per_block;
         let rect = Rect::new(one.first_token..end, self.caches.layers()).map_err(|error| error.to_string())?;
         let hashes = one.hashes.iter().flat_map(|hash| *hash.get()).collect();
         let hashes = HashBytes::new(hashes).map_err(|error| error.to_string())?;
+        let (transfer, blocks) = (one.transfer, one.hashes.len() as u64);
+        let entry = self.returned(one, &peer, end)?;
+        self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(1);
+        self.board.metrics.returned_blocks_total.add(blocks);
+        self.sending.insert(transfer, entry);
+        self.count_live();
+        self.begin_with(transfer, peer.clone());
+        self.part_computed(transfer, rect);
+        // The peer's rank 0 is asked, for all of them: what it takes, they grant.
+        if rank == TpRank::new(0) {
+            let spare = Spare { transfer, first_token: rect.tokens().start, tokens_per_block, hashes };
+            self.send(&peer, &Message::Spare(spare));
+        }
+        Ok(())
+    }
+
+    /// The sending side of a return: the receiver speaks first, soon or not at all.
+    fn returned(&self, one: Return, peer: &PeerId, end: u32) -> Result<Sending, String> {
+        let limit = self.config.limits().max_transfers.get() as usize;
+        if self.sending.len() >= limit || self.sending.contains_key(&one.transfer) {
+            return Err(format!("{limit} transfers are under way, or this one is"));
+        }
+        let (began, deadlines, heads) = (self.now(), self.config.deadlines(), self.caches.heads());
+        let cells = self.config.limits().chunk_bytes / self.caches.bytes_per_cell(&heads).max(1);
+        let config = SenderConfig {
+            transfer: one.transfer,
+            held: Rect::new(0..end, self.caches.layers()).map_err(|error| error.to_string())?,
+            order: Order::DecodeFirst,
+            lease_ttl: deadlines.lease_ttl.min(RETURN_WAIT),
+            lease_max: RETURN_TIME,
+            absent: deadlines.absent.min(RETURN_WAIT),
+            word: deadlines.verdict.min(RETURN_WAIT),
+            max_posts_in_flight: RETURN_POSTS,
+            max_cells_per_post: NonZeroU64::new(cells).unwrap_or(NonZeroU64::MIN),
+            align_tokens: NonZeroU32::new(self.caches.tokens_per_block()).unwrap_or(NonZeroU32::MIN),
+        };
+        let part = PartTo { transfer: one.transfer, rank: peer.tp_rank, heads };
         let save = Save {
             request: one.request,
             transfer: one.transfer,
             to: Some(peer.clone()),
+            readers: self.config.tp_size().get(),
             blocks: one.blocks,
             computed: end,
             prompt_tokens: end,
             ready: end,
             first: true,
         };
-        let began = self.now();
-        let entry = self.returned(&save, began)?;
-        self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(1);
-        self.board.metrics.returned_blocks_total.add(one.hashes.len() as u64);
-        self.sending.insert(one.transfer, entry);
-        self.count_live();
-        self.begin_with(one.transfer, peer.clone());
-        self.computed(one.transfer, rect);
-        let spare = Spare { transfer: one.transfer, first_token: one.first_token, tokens_per_block, hashes };
-        self.send(&peer, &Message::Spare(spare));
-        Ok(())
+        let mut entry = Sending::new(Sender::new(began, config), &part, &save, began);
+        entry.returns = true;
+        Ok(entry)
+    }
+
+    /// Whether a peer that is up holds the same part of the model as this worker.
+    fn is_twin(&self, peer: &PeerId) -> bool {
+        let ours = (self.caches.heads(), self.config.tp_size().get());
+        peer.tp_rank == self.config.peer().tp_rank && self.peers.place(peer) == Some(ours)
+    }
+
+    /// The engine wants blocks of some requests now.
+    pub(super) fn end_returns(&mut self, of: impl Fn(&RequestId) -> bool) {
+        let returns = self.sending.iter().filter(|(_, entry)| entry.returns && of(&entry.request));
+        let returns: Vec<_> = returns.map(|(&transfer, _)| transfer).collect();
+        for transfer in returns {
+            self.with_sending(transfer, |entry, now| entry.machine.cancel(now));
+        }
     }
 
     /// Blocks that were to go back are not read any more.
@@ -143,6 +206,8 @@ impl Driver {
         };
         let refused = if self.keeping.is_none() {
             Some(refuse(ReturnRefusal::NoTier))
+        } else if !self.is_twin(&peer) {
+            Some(refuse(ReturnRefusal::Part))
         } else if chunks.is_empty() || !rest.is_empty() || self.taking.entries.len() >= TAKES {
             Some(refuse(ReturnRefusal::Full))
         } else {
@@ -165,7 +230,8 @@ impl Driver {
             self.taking.refused.pop_first();
         }
         self.taking.refused.insert(*transfer);
-        self.send(to, &Message::Ended(Ended { transfer: *transfer, verdict: Verdict::Cancelled }));
+        let to = PeerId { tp_rank: self.config.peer().tp_rank, ..to.clone() };
+        self.send(&to, &Message::Ended(Ended { transfer: *transfer, verdict: Verdict::Cancelled }));
     }
 
     /// Whether a message is the last word about something that was refused.
@@ -174,7 +240,8 @@ impl Driver {
     }
 
     /// The scheduler gave frames to what a peer offers.
-    pub(super) fn take_in(&mut self, take: Take) {
+    pub(super) fn take_in(&mut self, mut take: Take) {
+        take.from.tp_rank = self.config.peer().tp_rank;
         let (transfer, stores) = (take.transfer, take.stores.clone());
         let session = self.peers.session(&take.from);
         let began = self.now();
@@ -197,6 +264,9 @@ impl Driver {
         let keeping = self.keeping.as_ref().ok_or("this worker has no tier")?;
         if self.taking.entries.contains_key(&take.transfer) {
             return Err("it is being taken already".into());
+        }
+        if self.early.is_declined(&take.from, take.transfer) {
+            return Err("its sender gave it up".into());
         }
         let memory = &keeping.memory;
         let tokens = take.first_token..take.first_token + take.stores.len() as u32 * memory.tokens_per_block();
@@ -254,7 +324,7 @@ impl Driver {
     }
 
     /// A write of it landed.
-    pub(super) fn taken_landed(&mut self, wrote: kvferry_protocol::message::Wrote) {
+    pub(super) fn taken_landed(&mut self, wrote: Wrote) {
         self.with_taken(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
     }
 
@@ -311,12 +381,12 @@ impl Driver {
                 // One rectangle is missing, always: a cut ends a return. So no window is left behind by an error.
                 let taken = match windows.and_then(|windows| {
                     let bytes = Windows::encode(&windows).map_err(GrantRefusal::Impossible)?;
-                    Ok((windows.iter().map(|window| window.key).collect::<Vec<_>>(), bytes))
+                    Ok((windows, bytes))
                 }) {
-                    Ok((keys, bytes)) => {
-                        self.granted.extend(keys.iter().map(|&key| (key, transfer)));
-                        let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
-                        entry.grants.insert(generation, keys);
+                    Ok((windows, bytes)) => {
+                        self.granted.extend(windows.iter().map(|window| (window.key, transfer)));
+                        let first = OpaqueKey::new(windows.first().map_or(0, |window| window.key.0));
+                        entry.grants.insert(generation, windows);
                         entry.machine.granted(now, generation, first, bytes)
                     }
                     Err(refusal) => entry.machine.grant_refused(now, generation, refusal),
@@ -329,18 +399,22 @@ impl Driver {
             }
             ReceiverOutput::Verify { generation, sequence, rect } => {
                 entry.verifying += 1;
+                let sealed = entry.seal(&*self.transport, generation, rect);
                 let write = WriteKey { transfer, generation, sequence };
                 let (blocks, first_token) = (entry.berths.clone(), entry.tokens.start);
-                self.verify(Job::VerifyTaken { write, blocks, first_token, rect });
+                match sealed {
+                    Ok(()) => self.verify(Job::VerifyTaken { write, blocks, first_token, rect }),
+                    Err(problem) => self.taken_digested(write, Err(problem)),
+                }
             }
             ReceiverOutput::Verified(rect) => {
                 let metrics = &self.board.metrics;
                 metrics.chunks_total.at(metrics::Side::Receive).add(1);
-                let bytes = rect.cells() * keeping.memory.bytes_per_cell();
+                let bytes = rect.cells() * keeping.memory.bytes_per_cell(&keeping.memory.heads());
                 metrics.transfer_bytes_total.at(metrics::Side::Receive).add(bytes);
             }
             ReceiverOutput::Revoke { generation, .. } => {
-                for key in entry.grants.remove(&generation).into_iter().flatten() {
+                for GrantedWindow { key, .. } in entry.grants.remove(&generation).into_iter().flatten() {
                     self.transport.revoke(key);
                     self.granted.remove(&key);
                 }
