@@ -122,7 +122,11 @@ impl Early {
                 }
                 None
             }
-            Message::Stopped(_) | Message::Working(_) | Message::Manifest(_) | Message::Engine(_) => {
+            Message::Stopped(_)
+            | Message::Working(_)
+            | Message::Manifest(_)
+            | Message::Spare(_)
+            | Message::Engine(_) => {
                 self.stats.dropped += 1;
                 None
             }
@@ -277,6 +281,7 @@ fn negative(transfer: TransferId, message: &Message, text: &str) -> Option<Messa
         | Message::Stopped(_)
         | Message::Ended(_)
         | Message::Working(_)
+        | Message::Spare(_)
         | Message::Engine(_) => None,
     }
 }
