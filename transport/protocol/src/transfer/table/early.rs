@@ -43,6 +43,8 @@ kinds! {
         Manifest = "Manifest",
         /// A message.
         Engine = "Engine",
+        /// A message.
+        Spare = "Spare",
         /// A machine begins.
         Take = "take",
         /// The engine will not take the transfer.
@@ -67,6 +69,7 @@ impl From<MessageKind> for EarlyInput {
             MessageKind::Ended => Self::Ended,
             MessageKind::Engine => Self::Engine,
             MessageKind::Working => Self::Working,
+            MessageKind::Spare => Self::Spare,
         }
     }
 }
@@ -104,7 +107,7 @@ impl EarlyState {
                 Self::KeptOffer | Self::KeptAbort => (Self::KeptAbort, false),
                 Self::Unknown | Self::Full | Self::KeptGrant | Self::Declined => (Self::Declined, false),
             },
-            I::Stopped | I::Working | I::Manifest | I::Engine => (stays, false),
+            I::Stopped | I::Working | I::Manifest | I::Engine | I::Spare => (stays, false),
             I::Take => match self {
                 Self::KeptOffer | Self::KeptGrant | Self::KeptAbort => (Self::Unknown, true),
                 Self::Unknown | Self::Full | Self::Declined => (stays, false),
@@ -148,7 +151,7 @@ impl EarlyState {
             I::Ended => true,
             // A sender answers a receiver only: who offered or gave up has heard nothing of one.
             I::Stopped | I::Working => matches!(self, Self::Unknown | Self::Full | Self::Declined),
-            I::Manifest | I::Engine => false,
+            I::Manifest | I::Engine | I::Spare => false,
             I::Take | I::Decline => true,
             I::PeerDown | I::Timeout => !matches!(self, Self::Unknown | Self::Full),
         }

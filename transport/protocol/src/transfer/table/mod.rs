@@ -75,6 +75,8 @@ kinds! {
         Engine = "Engine",
         /// [`Message::Working`].
         Working = "Working",
+        /// [`Message::Spare`].
+        Spare = "Spare",
     }
 }
 
@@ -91,6 +93,7 @@ impl From<&Message> for MessageKind {
             Message::Ended(_) => Self::Ended,
             Message::Engine(_) => Self::Engine,
             Message::Working(_) => Self::Working,
+            Message::Spare(_) => Self::Spare,
         }
     }
 }

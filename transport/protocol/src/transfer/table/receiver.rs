@@ -77,6 +77,8 @@ kinds! {
         Stop = "Stop",
         /// A message that is never for a receiver.
         Engine = "Engine",
+        /// A message that is never for a receiver.
+        Spare = "Spare",
     }
 }
 
@@ -93,6 +95,7 @@ impl From<MessageKind> for ReceiverInput {
             MessageKind::Ended => Self::Ended,
             MessageKind::Engine => Self::Engine,
             MessageKind::Working => Self::Working,
+            MessageKind::Spare => Self::Spare,
         }
     }
 }
@@ -137,7 +140,7 @@ impl ReceiverState {
             },
             I::Working => matches!(self, Self::Granted),
             I::Stopped => matches!(self, Self::Stopping),
-            I::Manifest | I::Grant | I::Renew | I::Stop | I::Engine => false,
+            I::Manifest | I::Grant | I::Renew | I::Stop | I::Engine | I::Spare => false,
         }
     }
 
@@ -175,7 +178,7 @@ impl ReceiverState {
                 I::Offer | I::Working | I::Stopped | I::Abort | I::Ended => up || self.hears_without_a_session(),
                 I::Grant | I::Renew | I::Stop => up || self.hears_without_a_session(),
                 // They belong to the session, not to a transfer.
-                I::Manifest | I::Engine => false,
+                I::Manifest | I::Engine | I::Spare => false,
             }
     }
 

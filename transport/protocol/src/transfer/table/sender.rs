@@ -63,6 +63,8 @@ kinds! {
         Abort = "Abort",
         /// A message that is never for a sender.
         Engine = "Engine",
+        /// A message that is never for a sender.
+        Spare = "Spare",
     }
 }
 
@@ -79,6 +81,7 @@ impl From<MessageKind> for SenderInput {
             MessageKind::Ended => Self::Ended,
             MessageKind::Engine => Self::Engine,
             MessageKind::Working => Self::Working,
+            MessageKind::Spare => Self::Spare,
         }
     }
 }
@@ -103,7 +106,7 @@ impl SenderState {
                 Self::Waiting | Self::WaitingWord | Self::Granted | Self::GrantedPosted | Self::Aborting => true,
                 Self::Ending | Self::Closed => false,
             },
-            I::Manifest | I::Offer | I::Working | I::Stopped | I::Abort | I::Engine => false,
+            I::Manifest | I::Offer | I::Working | I::Stopped | I::Abort | I::Engine | I::Spare => false,
         }
     }
 
@@ -128,7 +131,7 @@ impl SenderState {
                 // They come in a session that is up.
                 I::Renew | I::Stop | I::Ended | I::Offer | I::Working | I::Stopped | I::Abort => up,
                 // They belong to the session, not to a transfer.
-                I::Manifest | I::Engine => false,
+                I::Manifest | I::Engine | I::Spare => false,
             }
     }
 

@@ -54,6 +54,7 @@ impl EarlyRun {
             I::Working => MessageKind::Working,
             I::Manifest => MessageKind::Manifest,
             I::Engine => MessageKind::Engine,
+            I::Spare => MessageKind::Spare,
         };
         self.early.message(self.now, &peer(), message(kind, id(), Generation::new(0), 0)).is_some()
     }

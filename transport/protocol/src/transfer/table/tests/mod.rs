@@ -12,8 +12,8 @@ use crate::digest::Digest;
 use crate::ids::{Generation, TransferId};
 use crate::manifest::{Fingerprint, KvDtype, Manifest, Options, Planes, Rope, RopeStyle, ScalePer, Scales};
 use crate::message::{
-    Abort, Ended, EngineBytes, Grant, Message, Missing, Offer, OpaqueKey, Reason, Renew, Stop, Stopped, Verdict,
-    WindowBytes, Working,
+    Abort, Ended, EngineBytes, Grant, HashBytes, Message, Missing, Offer, OpaqueKey, Reason, Renew, Spare, Stop,
+    Stopped, Verdict, WindowBytes, Working,
 };
 use crate::transfer::{MessageKind, Rect, Time};
 
@@ -56,6 +56,10 @@ fn message(kind: MessageKind, transfer: TransferId, generation: Generation, vari
         }
         MessageKind::Engine => Message::Engine(EngineBytes::new(vec![1]).unwrap()),
         MessageKind::Working => Message::Working(Working { transfer }),
+        MessageKind::Spare => {
+            let hashes = HashBytes::new(vec![7; HashBytes::EACH]).unwrap();
+            Message::Spare(Spare { transfer, first_token: 0, tokens_per_block: 16, hashes })
+        }
     }
 }
 

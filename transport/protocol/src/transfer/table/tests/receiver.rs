@@ -122,6 +122,7 @@ impl ReceiverRun {
             I::Renew => self.say(MessageKind::Renew, variant, stale),
             I::Stop => self.say(MessageKind::Stop, variant, stale),
             I::Engine => self.say(MessageKind::Engine, variant, stale),
+            I::Spare => self.say(MessageKind::Spare, variant, stale),
         })
     }
 

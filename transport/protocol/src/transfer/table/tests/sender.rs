@@ -102,6 +102,7 @@ impl SenderRun {
             I::Stopped => self.say_either(MessageKind::Stopped, variant, stale),
             I::Abort => self.say_either(MessageKind::Abort, variant, stale),
             I::Engine => self.say_either(MessageKind::Engine, variant, stale),
+            I::Spare => self.say_either(MessageKind::Spare, variant, stale),
         })
     }
 
