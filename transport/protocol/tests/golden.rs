@@ -153,7 +153,7 @@ fn bytes_that_are_no_message_have_an_error_that_says_why() {
         ("half a version", vec![1], "1 bytes hold no version"),
         ("version 0", vec![0, 0, 7], "version 0 is not among 1 to 1"),
         ("a later version", vec![2, 0, 7], "version 2 is not among 1 to 1"),
-        ("an unknown kind", claimed(200, &[]), "expected variant index 0 <= i < 10"),
+        ("an unknown kind", claimed(200, &[]), "expected variant index 0 <= i < 11"),
         ("an engine message that claims 4 GiB", claimed(8, &[252, 0xff, 0xff, 0xff, 0xff]), "LimitExceeded"),
         ("too many bytes", vec![0; codec::MAX_MESSAGE_BYTES + 1], "over the limit of 1048576"),
         ("an empty rectangle", claimed(1, &[1, 5, 5, 0, 1]), "5..5 x layers 0..1 is empty"),
