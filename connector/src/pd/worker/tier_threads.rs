@@ -79,5 +79,5 @@ impl fmt::Debug for TierThreads {
     }
 }
 
-/// Calls that wait for the tier, in each direction.
-const QUEUE: usize = 64;
+/// Calls that wait for the tier, in each direction: enough that a tier which is only scheduled late loses none.
+const QUEUE: usize = 1024;
