@@ -20,6 +20,7 @@ pub struct ConnectorConfig {
     order: TransferOrder,
     load_failure_policy: LoadFailurePolicy,
     layerwise: bool,
+    layer_group: Option<NonZeroU16>,
     network: Network,
     deadlines: Deadlines,
     limits: Limits,
@@ -60,6 +61,12 @@ impl ConnectorConfig {
     #[must_use]
     pub fn layerwise(&self) -> bool {
         self.layerwise
+    }
+
+    /// Layers that prefill hands over together; `None`: as many as the measured rates of compute and link ask for.
+    #[must_use]
+    pub fn layer_group(&self) -> Option<NonZeroU16> {
+        self.layer_group
     }
 
     /// How peers are reached.
@@ -225,6 +232,11 @@ impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
             order: order.unwrap_or(TransferOrder::DecodeFirst),
             load_failure_policy: policy.unwrap_or(LoadFailurePolicy::Recompute),
             layerwise: raw.layerwise.unwrap_or(true),
+            layer_group: raw
+                .layer_group
+                .map(|layers| number("layer_group", Some(layers), 1, 1..=1024))
+                .transpose()?
+                .and_then(NonZeroU16::new),
             deadlines: Deadlines::try_from(&raw)?,
             limits: Limits::try_from(&raw)?,
             network: Network::try_from(raw)?,

@@ -74,7 +74,7 @@ impl Driver {
         inputs: &Outbox<Input>,
         messages: Outbox<(PeerId, Bytes)>,
     ) -> Self {
-        let movers = Movers::start(MOVERS, &caches, inputs);
+        let movers = Movers::start(MOVERS, &caches, inputs, &board.tracer);
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
@@ -124,6 +124,11 @@ impl Driver {
         Time::since_epoch(self.epoch.elapsed())
     }
 
+    /// A moment of the machines' time on the process's clock.
+    pub(super) fn instant(&self, time: Time) -> Instant {
+        self.epoch + time.elapsed()
+    }
+
     fn take(&mut self, input: Input) {
         match input {
             Input::Command(command) => self.command(command),
@@ -136,7 +141,7 @@ impl Driver {
         match command {
             Command::Load(load) => self.load(load),
             Command::Lease(save) => self.lease(save),
-            Command::Computed { transfer, rect } => self.computed(transfer, rect),
+            Command::Computed(handed) => self.computed(&handed),
             Command::Cancel(cancel) => self.cancel(&cancel),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);

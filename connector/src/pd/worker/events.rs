@@ -9,6 +9,7 @@ use super::driver::{Driver, Side};
 use super::receiving::Receiving;
 use super::sending::Sending;
 use crate::metrics::{DropReason, RefusalReason};
+use crate::trace::{Kind, Span};
 
 impl Driver {
     pub(super) fn event(&mut self, event: Event) {
@@ -137,6 +138,7 @@ impl Driver {
     }
 
     fn landed(&mut self, peer: &PeerId, grant: GrantKey, bytes: u64, notification: &Bytes) {
+        let began = self.board.tracer.start();
         let wrote = match codec::decode_wrote(notification) {
             Ok(wrote) => wrote,
             Err(error) => {
@@ -158,6 +160,10 @@ impl Driver {
             return;
         }
         tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
+        if let Some(began) = began {
+            let span = || Span::since(began, Kind::Land).transfer(wrote.transfer).rect(wrote.rect).bytes(bytes);
+            self.board.tracer.record(|| span().chunk(wrote.generation, wrote.sequence));
+        }
         self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
     }
 

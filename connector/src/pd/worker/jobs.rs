@@ -15,6 +15,7 @@ use kvferry_protocol::{BlockId, Generation, TransferId};
 use super::Input;
 use super::slabs::PooledSlab;
 use crate::pd::caches::Caches;
+use crate::trace::{Kind, Span, Tracer};
 
 /// What to do.
 #[derive(Debug)]
@@ -73,13 +74,13 @@ impl Movers {
     /// The most jobs that are out at once: more would only wait here instead of with the driver.
     pub(super) const LIMIT: usize = 1024;
 
-    pub(super) fn start(count: usize, caches: &Caches, done: &Sender<Input>) -> Self {
+    pub(super) fn start(count: usize, caches: &Caches, done: &Sender<Input>, tracer: &Tracer) -> Self {
         let (jobs, queue) = bounded(Self::LIMIT);
         let thread = |index: usize| {
-            let (caches, queue, done) = (caches.clone(), queue.clone(), done.clone());
+            let (caches, queue, done, tracer) = (caches.clone(), queue.clone(), done.clone(), tracer.clone());
             std::thread::Builder::new()
                 .name(format!("kvferry-move-{index}"))
-                .spawn(move || run(&caches, &queue, &done))
+                .spawn(move || run(&caches, &queue, &done, &tracer))
                 .expect("the system has a thread to spare")
         };
         Self { jobs: Some(jobs), threads: (0..count).map(thread).collect() }
@@ -103,10 +104,34 @@ impl Drop for Movers {
     }
 }
 
-fn run(caches: &Caches, queue: &Receiver<Job>, done: &Sender<Input>) {
+fn run(caches: &Caches, queue: &Receiver<Job>, done: &Sender<Input>, tracer: &Tracer) {
     for job in queue {
-        if done.send(Input::Job(perform(caches, job))).is_err() {
+        let (began, span) = (tracer.start(), tracer.is_on().then(|| job.span(caches)));
+        let result = perform(caches, job);
+        if let (Some(began), Some(span)) = (began, span) {
+            tracer.record(|| span(began));
+        }
+        if done.send(Input::Job(result)).is_err() {
             return; // The driver is gone; what it wanted to know no longer matters.
+        }
+    }
+}
+
+impl Job {
+    /// What a timeline says of it, once it is done.
+    fn span(&self, caches: &Caches) -> impl FnOnce(std::time::Instant) -> Span + use<> {
+        let (kind, write, rect) = match self {
+            Self::Prepare { write, plan, .. } => {
+                let Selection { layers, tokens, .. } = plan.selection();
+                (Kind::Pack, *write, Rect::new(tokens.clone(), layers.clone()).ok())
+            }
+            Self::Verify { write, rect, .. } => (Kind::Verify, *write, Some(*rect)),
+        };
+        let bytes = rect.map_or(0, |rect| rect.cells() * caches.bytes_per_cell());
+        let WriteKey { transfer, generation, sequence } = write;
+        move |began| {
+            let span = Span::since(began, kind).transfer(transfer).chunk(generation, sequence).bytes(bytes);
+            Span { rect, ..span }
         }
     }
 }

@@ -12,7 +12,9 @@
 mod card;
 mod driver;
 mod events;
+mod groups;
 mod jobs;
+mod overlap;
 mod peers;
 mod posting;
 mod progress;
@@ -32,22 +34,23 @@ use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use kvferry_protocol::layout::{KvLayout, Shard};
 use kvferry_protocol::manifest::Manifest;
-use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
 use kvferry_transport::{Event, PeerAddress, Transport};
 
 pub use card::Refusal;
 use card::WorkerCard;
 use driver::Driver;
+use groups::LinkRate;
 use jobs::JobDone;
 use progress::Progress;
-use step::StepProgress;
+use step::{Handed, StepProgress};
 
 use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
 use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Save, StepMeta, StepResults, Worker};
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
+use crate::trace::{Kind, Span, Tracer};
 
 /// What a worker is made of.
 #[derive(Debug)]
@@ -88,12 +91,19 @@ struct Board {
     progress: Progress,
     results: Mutex<StepResults>,
     metrics: Arc<Metrics>,
+    /// What writes take on the link.
+    link: Mutex<LinkRate>,
+    tracer: Tracer,
 }
 
 impl Board {
     /// What the model thread will be told at its next poll.
     fn results(&self) -> MutexGuard<'_, StepResults> {
         self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn link(&self) -> MutexGuard<'_, LinkRate> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -113,7 +123,7 @@ enum Command {
     /// A request whose KV a peer wants is being computed: hold its blocks for the transfer.
     Lease(Save),
     /// Part of its KV is in the cache.
-    Computed { transfer: TransferId, rect: Rect },
+    Computed(Handed),
     /// End a transfer.
     Cancel(Cancel),
     /// End the transfers of some requests and say when nothing touches their pages.
@@ -180,6 +190,18 @@ impl PdWorker {
     /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
     /// registered.
     pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
+        Self::start_traced(parts, transport, Tracer::off())
+    }
+
+    /// The same as [`PdWorker::start`], and records what happens into a timeline.
+    ///
+    /// # Errors
+    /// Those of [`PdWorker::start`].
+    pub fn start_traced(
+        parts: PdWorkerParts,
+        transport: Arc<dyn Transport>,
+        tracer: Tracer,
+    ) -> Result<Self, ConnectorError> {
         let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
         crate::raw::register(&*transport, &parts.cache)?;
         let tp_rank = parts.config.peer().tp_rank;
@@ -188,10 +210,12 @@ impl PdWorker {
             progress: Progress::default(),
             results: Mutex::new(StepResults::empty(tp_rank)),
             metrics: parts.metrics,
+            link: Mutex::new(LinkRate::new(parts.config.network().link_gbps)),
+            tracer,
         });
         let (inputs, inbox) = bounded(INPUTS);
         let (messages_out, messages) = bounded(MESSAGES);
-        let step = StepProgress::new(&caches);
+        let step = StepProgress::new(&caches, parts.config.layer_group().map(std::num::NonZero::get));
         let driver =
             Driver::new(parts.config, caches, card, Arc::clone(&transport), Arc::clone(&board), &inputs, messages_out);
         let running = Arc::new(AtomicBool::new(true));
@@ -303,8 +327,12 @@ impl Worker for PdWorker {
         let mut failed = Vec::new();
         let mut exposed = Duration::ZERO;
         for request in self.step.reading() {
+            let began = self.board.tracer.start();
             let (ready, waited) = self.board.progress.wait(request, local);
             exposed += waited;
+            if let Some(began) = began.filter(|_| waited >= LEAST_WAIT) {
+                self.board.tracer.record(|| Span::since(began, Kind::Wait).request(request));
+            }
             if !ready {
                 failed.push(request.clone());
             }
@@ -317,18 +345,23 @@ impl Worker for PdWorker {
         match ready {
             Ready::Now => {}
         }
-        for (transfer, rect) in self.step.layer_saved(layer) {
+        let ready = self.step.layer_saved(layer, || *self.board.link());
+        self.step.draw_layers(&self.board.tracer, &ready);
+        for handed in ready {
             // Fails only when the driver has ended, and then nobody waits for the bytes.
-            let _ = self.command(Command::Computed { transfer, rect });
+            let _ = self.command(Command::Computed(handed));
         }
     }
 
     fn wait_saved(&mut self) {
+        let ready = self.step.all_saved();
         if let Some(exposed) = self.step.take_waited() {
             self.board.metrics.exposed_wait_seconds.observe(exposed);
         }
-        for (transfer, rect) in self.step.all_saved() {
-            let _ = self.command(Command::Computed { transfer, rect });
+        self.step.draw_layers(&self.board.tracer, &ready);
+        self.step.draw_step(&self.board.tracer);
+        for handed in ready {
+            let _ = self.command(Command::Computed(handed));
         }
     }
 
@@ -397,5 +430,7 @@ fn pump(transport: &dyn Transport, inputs: &Sender<Input>, running: &AtomicBool)
 const INPUTS: usize = 4096;
 /// Messages of peers' engines that wait for this engine.
 const MESSAGES: usize = 4096;
+/// A shorter wait for a layer is a look-up: it is not drawn in a timeline.
+const LEAST_WAIT: Duration = Duration::from_micros(20);
 /// How long the pump waits before it looks whether it should end.
 const PUMP_WAIT: Duration = Duration::from_millis(50);

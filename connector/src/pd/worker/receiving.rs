@@ -21,6 +21,7 @@ use super::window::{GrantedWindow, Windows};
 use crate::contract::{Load, LoadFailure, RequestId};
 use crate::metrics;
 use crate::pd::caches::Caches;
+use crate::trace::{Kind, Span};
 
 /// One request's KV on its way into this worker's pages.
 #[derive(Debug)]
@@ -374,6 +375,8 @@ impl Driver {
         let elapsed = now.since(began);
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "load ended");
+        let at = self.instant(began);
+        self.board.tracer.record(|| Span::since(at, Kind::Load).transfer(transfer).request(&request));
         if end.verdict == Verdict::Done {
             self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
             self.board.progress.ended(&request, Ended::Loaded);

@@ -10,10 +10,13 @@ use kvferry_protocol::transfer::{InputError, Rect, Sender, SenderConfig, SenderO
 use kvferry_protocol::{BlockId, Generation, PeerId, TransferId};
 
 use super::driver::{Driver, Side};
+use super::overlap::Overlap;
+use super::step::Handed;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::{RequestId, Save};
 use crate::metrics;
 use crate::pd::caches::Caches;
+use crate::trace::{Kind, Span};
 
 /// One request's KV on its way to a peer.
 #[derive(Debug)]
@@ -34,6 +37,7 @@ pub(super) struct Sending {
     /// When the first write was asked for, and when the engine handed over the last part.
     first_post: Option<Time>,
     last_computed: Time,
+    pub(super) overlap: Overlap,
     span: tracing::Span,
 }
 
@@ -126,6 +130,7 @@ impl Driver {
             began,
             first_post: None,
             last_computed: began,
+            overlap: Overlap::default(),
             span: tracing::debug_span!("send", request = %save.request, transfer = %save.transfer),
         })
     }
@@ -157,8 +162,8 @@ impl Driver {
     }
 
     /// Part of a request's KV is in the cache.
-    pub(super) fn computed(&mut self, transfer: TransferId, rect: Rect) {
-        let now = self.now();
+    pub(super) fn computed(&mut self, handed: &Handed) {
+        let (now, Handed { transfer, rect, compute }) = (self.now(), *handed);
         let Some(entry) = self.sending.get_mut(&transfer).filter(|entry| !entry.over) else { return };
         let per_block = self.caches.tokens_per_block();
         let blocks = (rect.tokens().start / per_block) as usize..rect.tokens().end.div_ceil(per_block) as usize;
@@ -170,6 +175,8 @@ impl Driver {
             Ok(guards) => {
                 entry.guards.extend(guards);
                 entry.last_computed = now;
+                let layer_bytes = rect.tokens().len() as u64 * self.caches.bytes_per_cell();
+                entry.overlap.computed(compute, layer_bytes);
                 self.with_sending(transfer, |entry, now| entry.machine.computed(now, rect));
             }
             Err(problem) => {
@@ -239,9 +246,14 @@ impl Driver {
             let metrics = &self.board.metrics;
             metrics.wire_seconds.observe(now.since(first));
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
+            metrics.transfer_compute_seconds.observe(entry.overlap.compute);
+            metrics.transfer_link_seconds.observe(entry.overlap.link);
+            metrics.unhideable_transfer_seconds.observe(entry.overlap.unhideable());
         }
         self.count_end(metrics::Side::Send, verdict, elapsed);
         tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "send ended");
+        let began = self.instant(self.sending[&transfer].began);
+        self.board.tracer.record(|| Span::since(began, Kind::Send).transfer(transfer).request(&request));
         self.board.results().sent.push(request);
     }
 }
