@@ -13,6 +13,7 @@ use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
+use kvferry::trace::Tracer;
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::Shard;
@@ -68,6 +69,20 @@ impl PdNode {
         raw: RawConfig,
         peer: Option<SocketAddr>,
     ) -> Result<Self, PdError> {
+        Self::start_traced(model, node, raw, peer, &Tracer::off())
+    }
+
+    /// The same, and records what happens to K/V.
+    ///
+    /// # Errors
+    /// [`PdError`].
+    pub fn start_traced(
+        model: &LoadedModel,
+        node: &NodeConfig,
+        raw: RawConfig,
+        peer: Option<SocketAddr>,
+        tracer: &Tracer,
+    ) -> Result<Self, PdError> {
         let config = ConnectorConfig::try_from((raw, Incarnation::new(random_bits()? as u64)))?;
         let node = NodeConfig { on_load_failure: config.load_failure_policy(), ..*node };
         let layerwise = config.layerwise();
@@ -76,7 +91,7 @@ impl PdNode {
         let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
         let metrics = Arc::new(Metrics::new());
         let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
-        let worker = PdWorker::start(parts, transport)?;
+        let worker = PdWorker::start_traced(parts, transport, tracer.clone())?;
         if let Some(peer) = peer {
             worker.handle().connect(PeerAddress::Tcp(peer))?;
         }

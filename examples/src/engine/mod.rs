@@ -16,5 +16,5 @@ pub use no_connector::NoConnector;
 pub use runner::{CacheConfig, Runner, RunnerError, kv_shape};
 pub use sampling::choose;
 pub use scheduler::{Event, FinishReason, Scheduler, SchedulerConfig, Snapshot, Submission, SubmitError};
-pub use service::{EngineHandle, EngineService, ServiceError, Ticket, Update};
+pub use service::{EngineHandle, EngineService, PromptCompute, ServiceError, Ticket, Update};
 pub use step::{Sampled, Sampling, SequenceStep, StepOutput, StepPlan};

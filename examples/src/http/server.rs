@@ -117,6 +117,8 @@ async fn metrics_page(engine: &EngineHandle, metrics: &Metrics) -> Result<Respon
     metrics.record_pool(&state.pool);
     metrics.recomputed_tokens_total.advance_to(state.recomputed_tokens);
     metrics.failed_requests_total.advance_to(state.failed_requests);
+    metrics.prompt_compute_microseconds_total.advance_to(engine.prompts().microseconds());
+    metrics.prompt_compute_tokens_total.advance_to(engine.prompts().tokens());
     let mut response = metrics.prometheus(&[]).into_response();
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
     Ok(response)

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::cli::{EngineOptions, LinkOptions, until_end};
+use crate::cli::{EngineOptions, LinkOptions, TraceOptions, until_end};
 use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
 use crate::http::{Frontend, LocalRouter, Router, router};
 use crate::model::TextStream;
@@ -14,6 +14,7 @@ use anyhow::Context;
 use clap::Parser;
 use kvferry::config::Role;
 use kvferry::metrics::Metrics;
+use kvferry::trace::Tracer;
 use serde_json::json;
 
 /// Generates text. Without --http it reads one prompt a line from standard input; without --prefill it computes prompts itself.
@@ -25,6 +26,8 @@ pub struct DecodeOptions {
     engine: EngineOptions,
     #[command(flatten)]
     link: LinkOptions,
+    #[command(flatten)]
+    trace: TraceOptions,
     /// The prefill node that computes prompts
     #[arg(long, value_name = "IP:PORT")]
     prefill: Option<SocketAddr>,
@@ -68,25 +71,28 @@ fn temperature(text: &str) -> Result<f32, String> {
 /// Whatever keeps the node from starting or from going on.
 pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
     let model = LoadedModel::load(&options.engine.model)?;
-    let node = start(options, &model)?;
+    let tracer = options.trace.tracer();
+    let node = start(options, &model, &tracer)?;
     match options.http {
         Some(address) => tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()?
-            .block_on(serve(options, model, node, address)),
-        None => converse(options, &model, &node),
+            .block_on(serve(options, model, node, address))?,
+        None => converse(options, &model, &node)?,
     }
+    options.trace.write(&tracer, "decode")?;
+    Ok(())
 }
 
-fn start(options: &DecodeOptions, model: &LoadedModel) -> anyhow::Result<Node> {
+fn start(options: &DecodeOptions, model: &LoadedModel, tracer: &Tracer) -> anyhow::Result<Node> {
     let config = options.engine.node();
     let Some(prefill) = options.prefill else {
         let (router, metrics) = (Arc::new(LocalRouter), Arc::new(Metrics::new()));
         return Ok(Node { engine: model.start_local(&config)?, router, metrics });
     };
     let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
-    let PdNode { engine, metrics, .. } = PdNode::start(model, &config, raw, Some(prefill))?;
+    let PdNode { engine, metrics, .. } = PdNode::start_traced(model, &config, raw, Some(prefill), tracer)?;
     Ok(Node { engine, router: Arc::new(PrefillRouter { prefill }), metrics })
 }
 

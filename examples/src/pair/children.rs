@@ -1,7 +1,7 @@
 //! The two nodes as processes of their own.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
@@ -21,6 +21,8 @@ pub(super) struct Pair {
     decode: Child,
     metrics: Client,
     http: Client,
+    /// The timelines of prefill and decode, and where they are joined.
+    timelines: Option<([PathBuf; 2], PathBuf)>,
 }
 
 impl Pair {
@@ -37,6 +39,11 @@ impl Pair {
             longest,
         )?;
         command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
+        let timelines =
+            options.trace.trace.clone().map(|joined| (["prefill", "decode"].map(|node| part(&joined, node)), joined));
+        if let Some(([prefill, _], _)) = &timelines {
+            command.arg("--trace").arg(prefill);
+        }
         let (prefill, said) = spawn(command, "prefill").await?;
         let transfer = address(&said, "transfer")?;
         let metrics = Client { address: address(&said, "metrics")? };
@@ -50,9 +57,12 @@ impl Pair {
             longest,
         )?;
         command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
+        if let Some(([_, decode], _)) = &timelines {
+            command.arg("--trace").arg(decode);
+        }
         let (decode, said) = spawn(command, "decode").await?;
         let http = Client { address: address(&said, "http")? };
-        Ok(Self { prefill, decode, metrics, http })
+        Ok(Self { prefill, decode, metrics, http, timelines })
     }
 
     pub(super) const fn decode_client(&self) -> Client {
@@ -73,8 +83,11 @@ impl Pair {
         }
     }
 
-    /// Ends both and waits until they are gone.
-    pub(super) async fn stop(mut self) {
+    /// Ends both, waits until they are gone, and joins their timelines.
+    ///
+    /// # Errors
+    /// The timelines'.
+    pub(super) async fn stop(mut self) -> anyhow::Result<()> {
         for (name, child) in [("decode", &mut self.decode), ("prefill", &mut self.prefill)] {
             // The end of their standard input is their signal to go.
             drop(child.stdin.take());
@@ -90,7 +103,21 @@ impl Pair {
                 }
             }
         }
+        if let Some((parts, joined)) = &self.timelines {
+            kvferry::trace::merge(parts, joined)?;
+            for part in parts {
+                std::fs::remove_file(part).with_context(|| format!("{} cannot be removed", part.display()))?;
+            }
+        }
+        Ok(())
     }
+}
+
+/// Where a node writes its timeline before it is joined with the other's.
+fn part(joined: &Path, node: &str) -> PathBuf {
+    let mut name = joined.as_os_str().to_owned();
+    name.push(format!(".{node}"));
+    name.into()
 }
 
 /// Half an hour: eight prompts of 1,500 tokens queue for minutes on two slow cores.

@@ -49,15 +49,15 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
         .collect::<Result<_, _>>()
         .map_err(anyhow::Error::msg)?;
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + options.max_tokens.get() as usize;
-    let reference = reference(options, &model, &tokens, longest).await?;
+    let (reference, alone) = reference(options, &model, &tokens, longest).await?;
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
     let pair = Pair::start(program, options, longest).await?;
     let answers = through_the_pair(options, &pair, &tokens).await;
     let (decode, prefill) = pair.settled_metrics().await?;
-    pair.stop().await;
-    Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill))
+    pair.stop().await?;
+    Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill, alone))
 }
 
 /// Blocks of a cache that holds `sequences` of the longest length.
@@ -67,12 +67,14 @@ fn blocks(longest: usize, tokens_per_block: u32, sequences: u32) -> u32 {
     each.saturating_mul(sequences.saturating_mul(2).saturating_add(1))
 }
 
+/// The answers of one engine, and the microseconds that it computed for each token of the prompts, if that can be compared with a
+/// prefill node's.
 async fn reference(
     options: &PairOptions,
     model: &LoadedModel,
     prompts: &[Vec<u32>],
     longest: usize,
-) -> anyhow::Result<Vec<Answer>> {
+) -> anyhow::Result<(Vec<Answer>, Option<f64>)> {
     let concurrency = options.concurrency.get();
     let config = NodeConfig {
         order: options.decode_layout,
@@ -93,7 +95,12 @@ async fn reference(
             Ok(Answer { tokens: generation.tokens, first_logits, ttft_ms: generation.ttft_ms })
         }
     });
-    answers.await.into_iter().collect::<Result<_, _>>().context("the single process did not answer")
+    let answers = answers.await.into_iter().collect::<Result<_, _>>().context("the single process did not answer")?;
+    let prompts = engine.handle();
+    let (microseconds, tokens) = (prompts.prompts().microseconds(), prompts.prompts().tokens());
+    // Several at a time share their steps with tokens that a prefill node does not compute.
+    let comparable = concurrency == 1 && tokens > 0;
+    Ok((answers, comparable.then(|| microseconds as f64 / tokens as f64)))
 }
 
 async fn through_the_pair(options: &PairOptions, pair: &Pair, prompts: &[Vec<u32>]) -> Vec<anyhow::Result<Answer>> {
