@@ -81,6 +81,8 @@ keys! {
     max_transfers: u64, "1024", "Most transfers at once, 1 to 65536; more are refused.";
     chunk_bytes: u64, "4194304", "Bytes that one completion should cover, 4096 to 2^30.";
     packed_run_bytes: u64, "the transport's", "Runs shorter than this are packed into a slab first, in bytes; 0 never packs.";
+    movers: u64, "2", "Threads that gather and digest K/V, 1 to 64; more take cores from the model.";
+    posts_in_flight: u64, "8", "Writes of one transfer that are under way at once, from packing to acknowledgement, 1 to 1024.";
     slab_pool_bytes: u64, "67108864", "Memory of all slabs, in bytes; at least two chunks.";
 }
 

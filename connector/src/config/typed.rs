@@ -202,6 +202,10 @@ pub struct Limits {
     pub packed_run_bytes: Option<u64>,
     /// Memory of all slabs, in bytes; at least two chunks.
     pub slab_pool_bytes: u64,
+    /// Threads that gather and digest.
+    pub movers: NonZeroU16,
+    /// Writes of one transfer that are under way at once, from packing to acknowledgement.
+    pub posts_in_flight: NonZeroU16,
 }
 
 impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
@@ -286,6 +290,9 @@ impl TryFrom<&RawConfig> for Limits {
             chunk_bytes,
             packed_run_bytes: packed_run_bytes.transpose()?,
             slab_pool_bytes,
+            movers: NonZeroU16::new(number("movers", raw.movers, 2, 1..=64)?).unwrap_or(NonZeroU16::MIN),
+            posts_in_flight: NonZeroU16::new(number("posts_in_flight", raw.posts_in_flight, 8, 1..=1024)?)
+                .unwrap_or(NonZeroU16::MIN),
         })
     }
 }

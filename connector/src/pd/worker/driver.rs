@@ -74,7 +74,7 @@ impl Driver {
         inputs: &Outbox<Input>,
         messages: Outbox<(PeerId, Bytes)>,
     ) -> Self {
-        let movers = Movers::start(MOVERS, &caches, inputs, &board.tracer);
+        let movers = Movers::start(config.limits().movers.get().into(), &caches, inputs, &board.tracer);
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
@@ -374,8 +374,6 @@ impl Deadlines {
     }
 }
 
-/// Threads that gather and digest; more would take cores from the model. An estimate: no bench has compared counts yet.
-const MOVERS: usize = 2;
 /// Messages that may wait for their request.
 const EARLY_MESSAGES: usize = 1024;
 /// The longest sleep: machines wake the driver through `deadlines`, so this bounds only how late expired early grants go.

@@ -115,7 +115,7 @@ impl Driver {
             lease_max: deadlines.transfer + deadlines.lease_ttl,
             absent: deadlines.absent,
             word: deadlines.verdict,
-            max_posts_in_flight: POSTS_IN_FLIGHT,
+            max_posts_in_flight: self.config.limits().posts_in_flight.into(),
             max_cells_per_post: NonZeroU64::new(cells).unwrap_or(NonZeroU64::MIN),
             align_tokens: NonZeroU32::new(self.caches.tokens_per_block()).unwrap_or(NonZeroU32::MIN),
         };
@@ -269,6 +269,3 @@ impl Sending {
         }
     }
 }
-
-/// Writes of one transfer that are under way at once, from packing to acknowledgement. An estimate, not tuned yet.
-const POSTS_IN_FLIGHT: NonZeroU32 = NonZeroU32::new(8).unwrap();
