@@ -16,28 +16,29 @@ use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptio
 use kvferry::trace::Tracer;
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
-use kvferry_protocol::layout::Shard;
+use kvferry_protocol::layout::sources_of;
 use kvferry_protocol::manifest::{self, Manifest, Planes, Rope, RopeStyle, ScalePer, Scales};
-use kvferry_protocol::{Incarnation, PeerId, TransferId};
+use kvferry_protocol::{Incarnation, PeerId, TpRank, TransferId};
 use kvferry_transport::PeerAddress;
 
 use crate::engine::{EngineHandle, EngineService, Runner, Scheduler, Submission, Ticket, Update};
-use crate::http::{RouteError, Router};
 use crate::messages::Ask;
 use crate::node::{LoadedModel, NodeConfig, NodeError};
+use crate::prefills::{PrefillAddress, PrefillRouter, PrefillsError};
 
-/// An engine with kvferry beside it.
+/// An engine with kvferry beside it: a connector for each of its tensor-parallel ranks.
 pub struct PdNode {
     /// The engine.
     pub engine: EngineService,
-    /// kvferry's metrics.
-    pub metrics: Arc<Metrics>,
-    /// Where peers reach this node's worker.
-    pub address: PeerAddress,
+    /// kvferry's metrics, by rank.
+    pub metrics: Vec<Arc<Metrics>>,
+    /// Where peers reach this node's workers, by rank.
+    pub addresses: Vec<PeerAddress>,
     /// What peers' engines ask of this one.
     pub messages: Receiver<(PeerId, Bytes)>,
-    /// kvferry, for other threads than the engine's.
-    pub connector: PdHandle,
+    /// kvferry, for other threads than the engine's, by rank.
+    pub connectors: Vec<PdHandle>,
+    kv_heads: u16,
 }
 
 /// Why a node with a connector does not start.
@@ -53,23 +54,28 @@ pub enum PdError {
     /// The connector does not start.
     #[error(transparent)]
     Connector(#[from] ConnectorError),
+    /// The prefill nodes do not fit this engine.
+    #[error(transparent)]
+    Prefills(#[from] PrefillsError),
+    /// The transport is one that other processes do not reach.
+    #[error("{address:?} is no TCP address; write transport = \"tcp\"")]
+    Address {
+        /// What it listens at.
+        address: PeerAddress,
+    },
     /// The system gives no random numbers.
     #[error("the system gives no random numbers: {0}")]
     Random(getrandom::Error),
 }
 
 impl PdNode {
-    /// Starts an engine and its connector. With `peer`, that prefill node is reached ahead of requests.
+    /// Starts an engine and a connector for each of its ranks. All ranks are one engine: they share its name and its incarnation.
+    /// Rank n listens at `raw`'s port and n more, or at a free one where that is 0.
     ///
     /// # Errors
     /// [`PdError`].
-    pub fn start(
-        model: &LoadedModel,
-        node: &NodeConfig,
-        raw: RawConfig,
-        peer: Option<SocketAddr>,
-    ) -> Result<Self, PdError> {
-        Self::start_traced(model, node, raw, peer, &Tracer::off())
+    pub fn start(model: &LoadedModel, node: &NodeConfig, raw: RawConfig) -> Result<Self, PdError> {
+        Self::start_traced(model, node, raw, &Tracer::off())
     }
 
     /// The same, and records what happens to K/V.
@@ -80,27 +86,55 @@ impl PdNode {
         model: &LoadedModel,
         node: &NodeConfig,
         raw: RawConfig,
-        peer: Option<SocketAddr>,
         tracer: &Tracer,
     ) -> Result<Self, PdError> {
-        let config = ConnectorConfig::try_from((raw, Incarnation::new(random_bits()? as u64)))?;
-        let node = NodeConfig { on_load_failure: config.load_failure_policy(), ..*node };
-        let layerwise = config.layerwise();
+        let incarnation = Incarnation::new(random_bits()? as u64);
+        let rank_config = |rank| ConnectorConfig::try_from((of_rank(&raw, rank, node.tp_size), incarnation));
+        let first = rank_config(0)?;
+        let node = NodeConfig { on_load_failure: first.load_failure_policy(), ..*node };
         let runner = Runner::new(Arc::clone(&model.model), node.cache()).map_err(NodeError::from)?;
-        let (manifest, shard, cache) = (manifest_of(model, node.dtype), Shard::default(), runner.cache().clone());
-        let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
-        let metrics = Arc::new(Metrics::new());
-        let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
-        let worker = PdWorker::start_traced(parts, transport, tracer.clone())?;
-        if let Some(peer) = peer {
-            worker.handle().connect(PeerAddress::Tcp(peer))?;
+        let manifest = manifest_of(model, node.dtype);
+        let mut workers = Vec::new();
+        let mut metrics = Vec::new();
+        for (number, rank) in (0..).zip(runner.ranks()) {
+            let (config, shard, cache) = (rank_config(number)?, rank.shard(), rank.cache().clone());
+            let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
+            metrics.push(Arc::new(Metrics::new()));
+            let (manifest, metrics) = (manifest.clone(), Arc::clone(&metrics[usize::from(number)]));
+            let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics };
+            let tracer = if node.tp_size == 1 { tracer.clone() } else { tracer.labelled(&format!("rank {number}")) };
+            workers.push(PdWorker::start_traced(parts, transport, tracer)?);
         }
-        let (address, messages, connector) = (worker.local_address(), worker.messages().clone(), worker.handle());
+        let addresses = workers.iter().map(PdWorker::local_address).collect();
+        // Rank 0 asks and is asked, for all ranks.
+        let messages = workers[0].messages().clone();
+        let connectors = workers.iter().map(PdWorker::handle).collect();
         let tokens_per_block = NonZeroU32::new(node.tokens_per_block).unwrap_or(NonZeroU32::MIN);
-        let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        let (reporters, layerwise) = (workers.len() as u16, first.layerwise());
+        let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters, layerwise });
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
-        let engine = EngineService::start(scheduler, runner, worker).map_err(NodeError::Thread)?;
-        Ok(Self { engine, metrics, address, messages, connector })
+        let engine = EngineService::start(scheduler, runner, workers).map_err(NodeError::Thread)?;
+        Ok(Self { engine, metrics, addresses, messages, connectors, kv_heads: manifest.kv_heads })
+    }
+
+    /// Reaches prefill nodes, and sends prompts to them in turn.
+    ///
+    /// # Errors
+    /// [`PdError::Prefills`].
+    pub fn router(&self, nodes: &[PrefillAddress]) -> Result<PrefillRouter, PdError> {
+        Ok(PrefillRouter::new(nodes, &self.connectors, self.kv_heads)?)
+    }
+
+    /// Where another node's `--prefill` finds this one.
+    ///
+    /// # Errors
+    /// [`PdError::Address`] if a rank is not reached over TCP.
+    pub fn prefill_address(&self) -> Result<PrefillAddress, PdError> {
+        let tcp = |&address: &PeerAddress| match address {
+            PeerAddress::Tcp(address) => Ok(address),
+            _ => Err(PdError::Address { address }),
+        };
+        Ok(PrefillAddress::from(self.addresses.iter().map(tcp).collect::<Result<Vec<_>, _>>()?))
     }
 
     /// Prefills what peers ask for until `stop` is set; blocks the calling thread.
@@ -125,7 +159,10 @@ const REMEMBERED: usize = 8192;
 /// What a prefill node is computing, and for whom.
 struct PrefillDesk {
     engine: EngineHandle,
+    /// Rank 0's, which is asked.
     connector: PdHandle,
+    tp_size: u16,
+    kv_heads: u16,
     /// Dropping a ticket would cancel its request.
     running: HashMap<TransferId, Ticket>,
     seen: HashSet<TransferId>,
@@ -135,8 +172,9 @@ struct PrefillDesk {
 impl PrefillDesk {
     fn of(node: &PdNode) -> Self {
         let (running, seen, oldest) = Default::default();
-        let (engine, connector) = (node.engine.handle(), node.connector.clone());
-        Self { engine, connector, running, seen, oldest }
+        let (engine, connector) = (node.engine.handle(), node.connectors[0].clone());
+        let (tp_size, kv_heads) = (node.connectors.len() as u16, node.kv_heads);
+        Self { engine, connector, tp_size, kv_heads, running, seen, oldest }
     }
 
     fn hear(&mut self, peer: &PeerId, message: &[u8]) {
@@ -149,25 +187,30 @@ impl PrefillDesk {
         }
         // Known from the start, so that its end ends the transfer, whoever speaks first.
         let to = Some(peer.clone());
-        let transfer = ask.transfer;
+        let (transfer, readers) = (ask.transfer, ask.ranks);
+        if let Err(error) = sources_of(TpRank::new(0), readers, self.tp_size, self.kv_heads) {
+            return self.decline(peer, transfer, &error);
+        }
         let submission = Submission {
             prompt: ask.tokens,
             max_tokens: 0,
             sampling: crate::engine::Sampling::Greedy,
             ends: Vec::new(),
             keep_first_logits: false,
-            transfer: Some(TransferParams::Keep { transfer, to }),
+            transfer: Some(TransferParams::Keep { transfer, to, readers }),
         };
         match self.engine.submit_blocking(submission) {
             Ok(ticket) => {
                 self.running.insert(transfer, ticket);
             }
-            Err(error) => {
-                tracing::warn!(%peer, %transfer, %error, "a prompt was refused");
-                // Fails only when the connector has ended, and then the decode node hears that.
-                let _ = self.connector.decline(peer.clone(), transfer, &error.to_string());
-            }
+            Err(error) => self.decline(peer, transfer, &error),
         }
+    }
+
+    fn decline(&self, peer: &PeerId, transfer: TransferId, error: &dyn std::error::Error) {
+        tracing::warn!(%peer, %transfer, %error, "a prompt was refused");
+        // Fails only when the connector has ended, and then the decode node hears that.
+        let _ = self.connector.decline(peer.clone(), transfer, &error.to_string());
     }
 
     /// Whether the hand-over is new.
@@ -195,19 +238,23 @@ impl PrefillDesk {
     }
 }
 
-/// Sends every prompt to one prefill node.
-#[derive(Clone, Copy, Debug)]
-pub struct PrefillRouter {
-    /// Where its worker listens.
-    pub prefill: SocketAddr,
-}
-
-impl Router for PrefillRouter {
-    fn route(&self, prompt: &[u32]) -> Result<Option<TransferParams>, RouteError> {
-        let refuse = |problem: String| RouteError { problem };
-        let transfer = TransferId::new(random_bits().map_err(|error| refuse(error.to_string()))?);
-        let ask = Ask { transfer, tokens: prompt.to_vec() }.encode().map_err(|error| refuse(error.to_string()))?;
-        Ok(Some(TransferParams::Fetch { transfer, from: PeerAddress::Tcp(self.prefill), ask }))
+/// The configuration of one rank: its place, and ports of its own.
+fn of_rank(raw: &RawConfig, rank: u16, tp_size: u16) -> RawConfig {
+    let own_port = |address: &String| match address.parse::<SocketAddr>() {
+        Ok(mut address) if address.port() != 0 => {
+            // Past the last port there is none: the rank then takes a free one and says which.
+            address.set_port(address.port().checked_add(rank).unwrap_or(0));
+            address.to_string()
+        }
+        // What is wrong with it, the configuration says.
+        _ => address.clone(),
+    };
+    RawConfig {
+        tp_rank: Some(rank.into()),
+        tp_size: Some(tp_size.into()),
+        listen: raw.listen.as_ref().map(own_port),
+        advertise: raw.advertise.as_ref().map(own_port),
+        ..raw.clone()
     }
 }
 

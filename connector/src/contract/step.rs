@@ -50,6 +50,17 @@ pub struct Cancel {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
+    /// Which end of it.
+    pub side: Side,
+}
+
+/// Which end of a hand-over this engine is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Side {
+    /// It loads.
+    Load,
+    /// It keeps what a peer loads.
+    Keep,
 }
 
 /// One load: a decode side's receive.
@@ -59,8 +70,8 @@ pub struct Load {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
-    /// Where the prefill worker listens.
-    pub from: PeerAddress,
+    /// Where the prefill workers listen, by tensor-parallel rank.
+    pub from: Vec<PeerAddress>,
     /// What its engine is asked, if the router did not ask it.
     pub ask: Vec<u8>,
     /// The request's blocks from the one that holds `tokens.start`.
@@ -78,8 +89,10 @@ pub struct Save {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
-    /// The decode worker, where prefill speaks first.
+    /// A worker of the decode engine, where prefill speaks first.
     pub to: Option<PeerId>,
+    /// The decode engine's `tp_size`.
+    pub readers: u16,
     /// All blocks of the request so far, from token 0.
     pub blocks: Vec<BlockId>,
     /// Positions whose KV is complete after this step (all of `0..computed` is).
@@ -147,7 +160,7 @@ pub struct BadStep {
 
 impl StepMeta {
     /// Version of both values; scheduler and workers must agree.
-    pub const VERSION: u16 = 1;
+    pub const VERSION: u16 = 2;
 
     /// Whether there is nothing to do; what is settled can wait for a later step.
     #[must_use]

@@ -194,11 +194,11 @@ impl EngineHandle {
 const MOST_UPDATES: usize = 1 << 24;
 
 impl EngineService {
-    /// Starts an engine on a thread named `engine`.
+    /// Starts an engine on a thread named `engine`, with a connector for each of the runner's ranks.
     ///
     /// # Errors
     /// The operating system's, if it gives no thread.
-    pub fn start<C, W>(scheduler: Scheduler<C>, runner: Runner, connector: W) -> std::io::Result<Self>
+    pub fn start<C, W>(scheduler: Scheduler<C>, runner: Runner, connectors: Vec<W>) -> std::io::Result<Self>
     where
         C: contract::Scheduler + 'static,
         W: Worker + 'static,
@@ -206,10 +206,10 @@ impl EngineService {
         let (commands, receiver) = sync_channel(COMMANDS);
         let prompts = Arc::new(PromptCompute::default());
         let mut engine =
-            EngineLoop { scheduler, runner, connector, clients: HashMap::new(), prompts: Arc::clone(&prompts) };
+            EngineLoop { scheduler, runner, connectors, clients: HashMap::new(), prompts: Arc::clone(&prompts) };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             engine.run(&receiver);
-            engine.connector.shutdown(GRACE);
+            engine.connectors.iter_mut().for_each(|connector| connector.shutdown(GRACE));
         })?;
         Ok(Self { handle: EngineHandle { commands, prompts }, thread: Some(thread) })
     }
@@ -236,7 +236,7 @@ impl Drop for EngineService {
 struct EngineLoop<C, W> {
     scheduler: Scheduler<C>,
     runner: Runner,
-    connector: W,
+    connectors: Vec<W>,
     clients: HashMap<RequestId, mpsc::Sender<Update>>,
     prompts: Arc<PromptCompute>,
 }
@@ -258,7 +258,7 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
             let (plan, events) = self.scheduler.plan();
             self.tell(events);
             let began = Instant::now();
-            let computed = self.runner.run(&plan, &mut self.connector);
+            let computed = self.runner.run(&plan, &mut self.connectors);
             self.prompts.count(&plan, began.elapsed());
             let events = match computed {
                 Ok(output) => self.scheduler.apply(&plan, output),

@@ -9,7 +9,8 @@ use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
 use crate::http::{Frontend, LocalRouter, Router, router};
 use crate::model::TextStream;
 use crate::node::LoadedModel;
-use crate::pd::{PdNode, PrefillRouter};
+use crate::pd::PdNode;
+use crate::prefills::PrefillAddress;
 use anyhow::Context;
 use clap::Parser;
 use kvferry::config::Role;
@@ -28,9 +29,10 @@ pub struct DecodeOptions {
     link: LinkOptions,
     #[command(flatten)]
     trace: TraceOptions,
-    /// The prefill node that computes prompts
-    #[arg(long, value_name = "IP:PORT")]
-    prefill: Option<SocketAddr>,
+    /// The prefill nodes that compute prompts, in turn; one that is down is passed over. A node with several ranks is written as
+    /// all their addresses, by rank, joined by +
+    #[arg(long, value_name = "IP:PORT[+IP:PORT...],...", value_delimiter = ',')]
+    prefill: Vec<PrefillAddress>,
     /// Serve POST /v1/completions there; port 0 takes a free one. The address is printed as one line of JSON
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
@@ -55,7 +57,7 @@ pub struct DecodeOptions {
 struct Node {
     engine: EngineService,
     router: Arc<dyn Router>,
-    metrics: Arc<Metrics>,
+    metrics: Vec<Arc<Metrics>>,
 }
 
 fn temperature(text: &str) -> Result<f32, String> {
@@ -87,13 +89,14 @@ pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
 
 fn start(options: &DecodeOptions, model: &LoadedModel, tracer: &Tracer) -> anyhow::Result<Node> {
     let config = options.engine.node();
-    let Some(prefill) = options.prefill else {
-        let (router, metrics) = (Arc::new(LocalRouter), Arc::new(Metrics::new()));
+    if options.prefill.is_empty() {
+        let (router, metrics) = (Arc::new(LocalRouter), vec![Arc::new(Metrics::new())]);
         return Ok(Node { engine: model.start_local(&config)?, router, metrics });
-    };
+    }
     let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
-    let PdNode { engine, metrics, .. } = PdNode::start_traced(model, &config, raw, Some(prefill), tracer)?;
-    Ok(Node { engine, router: Arc::new(PrefillRouter { prefill }), metrics })
+    let node = PdNode::start_traced(model, &config, raw, tracer)?;
+    let router = Arc::new(node.router(&options.prefill)?);
+    Ok(Node { engine: node.engine, router, metrics: node.metrics })
 }
 
 async fn serve(options: &DecodeOptions, model: LoadedModel, node: Node, address: SocketAddr) -> anyhow::Result<()> {

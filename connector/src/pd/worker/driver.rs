@@ -16,13 +16,15 @@ use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
 use super::jobs::Movers;
+use super::leases::Lease;
+use super::loading::Loading;
 use super::peers::Peers;
 use super::posting::Posting;
 use super::receiving::Receiving;
 use super::sending::Sending;
 use super::{Board, Command, Input};
 use crate::config::ConnectorConfig;
-use crate::contract::{Cancel, RequestId};
+use crate::contract::{self, Cancel, RequestId};
 use crate::metrics::{self, DropReason};
 use crate::pd::caches::Caches;
 
@@ -35,6 +37,10 @@ pub(super) struct Driver {
     pub(super) movers: Movers,
     pub(super) card: WorkerCard,
     pub(super) peers: Peers,
+    /// Loads by their hand-over, and keeps by theirs.
+    pub(super) loads: BTreeMap<TransferId, Loading>,
+    pub(super) leases: BTreeMap<TransferId, Lease>,
+    /// Their parts, each a transfer with one peer under an id of its own.
     pub(super) receiving: BTreeMap<TransferId, Receiving>,
     pub(super) sending: BTreeMap<TransferId, Sending>,
     /// What peers said of transfers that this engine does not know yet.
@@ -89,6 +95,8 @@ impl Driver {
             movers,
             card,
             peers: Peers::default(),
+            loads: BTreeMap::new(),
+            leases: BTreeMap::new(),
             receiving: BTreeMap::new(),
             sending: BTreeMap::new(),
             early,
@@ -145,7 +153,7 @@ impl Driver {
             Command::Cancel(cancel) => self.cancel(&cancel),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);
-                transfers.iter().for_each(|&transfer| self.cancel_transfer(transfer));
+                self.end_all(|request| requests.contains(request));
                 self.waiting.push((transfers, done));
                 self.answer_waiting();
             }
@@ -161,8 +169,7 @@ impl Driver {
                 self.decline(&peer, transfer, &why);
             }
             Command::Shutdown(grace, done) => {
-                let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
-                all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));
+                self.end_all(|_| true);
                 self.stopping = Some((Instant::now() + grace, done));
             }
         }
@@ -211,26 +218,24 @@ impl Driver {
     }
 
     fn cancel(&mut self, cancel: &Cancel) {
-        if !self.receiving.contains_key(&cancel.transfer) && !self.sending.contains_key(&cancel.transfer) {
+        let loads = self.loads.get(&cancel.transfer).is_some_and(|load| load.request == cancel.request);
+        let keeps = self.leases.get(&cancel.transfer).is_some_and(|lease| lease.request == cancel.request);
+        match cancel.side {
+            // One that is not here, or is another request's, is over, and the scheduler will hear of that.
+            contract::Side::Load if loads => self.cancel_load(cancel.transfer),
+            contract::Side::Load => {}
+            contract::Side::Keep if keeps => self.cancel_lease(cancel.transfer),
             // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
-            self.board.results().sent.push(cancel.request.clone());
-            return;
+            contract::Side::Keep => self.board.results().sent.push(cancel.request.clone()),
         }
-        self.cancel_transfer(cancel.transfer);
     }
 
-    fn cancel_transfer(&mut self, transfer: TransferId) {
-        let now = self.now();
-        if let Some(entry) = self.receiving.get_mut(&transfer) {
-            let taken = entry.machine.cancel(now);
-            self.note(taken);
-            self.turn(transfer, Side::Receiving);
-        }
-        if let Some(entry) = self.sending.get_mut(&transfer) {
-            let taken = entry.machine.cancel(now);
-            self.note(taken);
-            self.turn(transfer, Side::Sending);
-        }
+    /// Ends the loads and keeps of some requests.
+    fn end_all(&mut self, of: impl Fn(&RequestId) -> bool) {
+        let loads: Vec<_> = self.loads.iter().filter(|(_, load)| of(&load.request)).map(|(&id, _)| id).collect();
+        let leases: Vec<_> = self.leases.iter().filter(|(_, lease)| of(&lease.request)).map(|(&id, _)| id).collect();
+        loads.into_iter().for_each(|id| self.cancel_load(id));
+        leases.into_iter().for_each(|id| self.cancel_lease(id));
     }
 
     fn transfers_of(&self, requests: &[RequestId]) -> BTreeSet<TransferId> {
@@ -253,7 +258,7 @@ impl Driver {
         let (receiving, sending) = (&self.receiving, &self.sending);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
-                || sending.get(transfer).is_some_and(|entry| !entry.over)
+                || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
         self.waiting.retain(|(transfers, done)| {
             let wait = transfers.iter().any(touches);

@@ -120,14 +120,15 @@ fn run(caches: &Caches, queue: &Receiver<Job>, done: &Sender<Input>, tracer: &Tr
 impl Job {
     /// What a timeline says of it, once it is done.
     fn span(&self, caches: &Caches) -> impl FnOnce(std::time::Instant) -> Span + use<> {
-        let (kind, write, rect) = match self {
+        let (kind, write, rect, bytes) = match self {
             Self::Prepare { write, plan, .. } => {
                 let Selection { layers, tokens, .. } = plan.selection();
-                (Kind::Pack, *write, Rect::new(tokens.clone(), layers.clone()).ok())
+                (Kind::Pack, *write, Rect::new(tokens.clone(), layers.clone()).ok(), plan.bytes())
             }
-            Self::Verify { write, rect, .. } => (Kind::Verify, *write, Some(*rect)),
+            Self::Verify { write, rect, heads, .. } => {
+                (Kind::Verify, *write, Some(*rect), rect.cells() * caches.bytes_per_cell(heads))
+            }
         };
-        let bytes = rect.map_or(0, |rect| rect.cells() * caches.bytes_per_cell());
         let WriteKey { transfer, generation, sequence } = write;
         move |began| {
             let span = Span::since(began, kind).transfer(transfer).chunk(generation, sequence).bytes(bytes);

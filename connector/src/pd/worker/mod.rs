@@ -14,6 +14,8 @@ mod driver;
 mod events;
 mod groups;
 mod jobs;
+mod leases;
+mod loading;
 mod overlap;
 mod peers;
 mod posting;
@@ -24,6 +26,7 @@ mod slabs;
 mod step;
 mod window;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,7 +35,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, Shard};
+use kvferry_protocol::layout::{KvLayout, Shard, heads_of};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
 use kvferry_transport::{Event, PeerAddress, Transport};
@@ -59,7 +62,7 @@ pub struct PdWorkerParts {
     pub config: ConnectorConfig,
     /// What the KV cache is; compared with each peer's, field by field.
     pub manifest: Manifest,
-    /// Which layers and heads of the model this worker holds.
+    /// Which layers and heads of the model this worker holds: the heads of its `tp_rank` in `tp_size`.
     pub shard: Shard,
     /// The KV cache: kvferry's own, or the engine's memory.
     pub cache: KvCache,
@@ -83,13 +86,16 @@ pub struct PdWorker {
 #[derive(Clone, Debug)]
 pub struct PdHandle {
     inputs: Sender<Input>,
+    board: Arc<Board>,
 }
 
-/// What the driver tells the model thread.
+/// What the driver tells the engine's threads.
 #[derive(Debug)]
 struct Board {
     progress: Progress,
     results: Mutex<StepResults>,
+    /// The dialled addresses with a session.
+    reached: Mutex<BTreeSet<PeerAddress>>,
     metrics: Arc<Metrics>,
     /// What writes take on the link.
     link: Mutex<LinkRate>,
@@ -104,6 +110,10 @@ impl Board {
 
     fn link(&self) -> MutexGuard<'_, LinkRate> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reached(&self) -> MutexGuard<'_, BTreeSet<PeerAddress>> {
+        self.reached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -166,9 +176,14 @@ fn card(
             shard.first_layer, shape.layers, manifest.layers
         ));
     }
-    if end(shard.first_head, shape.heads) > manifest.kv_heads.into() {
+    let (tp_rank, tp_size) = (config.peer().tp_rank, config.tp_size().get());
+    let heads = match heads_of(tp_rank, tp_size, manifest.kv_heads) {
+        Ok(heads) => heads,
+        Err(error) => return refuse(format!("{error}: tp_size is {tp_size}")),
+    };
+    if (shard.first_head, shape.heads) != (heads.start, heads.len() as u16) {
         return refuse(format!(
-            "heads from {} on, {} of them, but the model has {}",
+            "heads from {} on, {} of them, but tp_rank {tp_rank} of {tp_size} holds {heads:?} of the model's {}",
             shard.first_head, shape.heads, manifest.kv_heads
         ));
     }
@@ -178,6 +193,7 @@ fn card(
         shard,
         layers: shape.layers,
         heads: shape.heads,
+        tp_size,
         order: config.order().into(),
     })
 }
@@ -209,6 +225,7 @@ impl PdWorker {
         let board = Arc::new(Board {
             progress: Progress::default(),
             results: Mutex::new(StepResults::empty(tp_rank)),
+            reached: Mutex::default(),
             metrics: parts.metrics,
             link: Mutex::new(LinkRate::new(parts.config.network().link_gbps)),
             tracer,
@@ -243,7 +260,7 @@ impl PdWorker {
     /// A handle for the engine's other threads.
     #[must_use]
     pub fn handle(&self) -> PdHandle {
-        PdHandle { inputs: self.inputs.clone() }
+        PdHandle { inputs: self.inputs.clone(), board: Arc::clone(&self.board) }
     }
 
     /// What peers' engines said to this one; bounded, the newest are dropped and counted when nobody takes them.
@@ -278,6 +295,12 @@ impl PdHandle {
     /// [`ConnectorError::Ended`].
     pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
         self.command(Command::Connect(address))
+    }
+
+    /// Whether the peer at an address that was dialled has a session at this moment. A router's hint: it may be gone at the next.
+    #[must_use]
+    pub fn reaches(&self, address: PeerAddress) -> bool {
+        self.board.reached().contains(&address)
     }
 
     /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.

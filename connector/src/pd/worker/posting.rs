@@ -42,6 +42,7 @@ struct Pending {
     peer: PeerId,
     key: GrantKey,
     rect: Rect,
+    bytes: u64,
     cancelled: bool,
 }
 
@@ -109,7 +110,8 @@ impl Driver {
         let blocks = entry.blocks.clone();
         let threshold = self.posting.packed_run_bytes.unwrap_or(self.transport.capabilities().direct_run_bytes);
         let pack = plan.run_bytes_min() < threshold;
-        self.posting.writes.insert(write, Pending { peer, key, rect, cancelled: false });
+        let bytes = plan.bytes();
+        self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });
         self.posting.jobs.push_back(Waiting::Prepare { write, plan, pack, blocks });
     }
 
@@ -216,10 +218,8 @@ impl Driver {
         let Some(Posted { write, at }) = self.posting.posted.remove(&post) else { return };
         let outcome = match outcome {
             Ok(()) => {
-                if let Some((peer, rect)) =
-                    self.posting.writes.get(&write).map(|pending| (pending.peer.clone(), pending.rect))
-                {
-                    let bytes = rect.cells() * self.caches.bytes_per_cell();
+                if let Some(pending) = self.posting.writes.get(&write) {
+                    let (peer, rect, bytes) = (pending.peer.clone(), pending.rect, pending.bytes);
                     let took = self.posting.occupied(&peer, at);
                     self.board.link().observe(bytes, took);
                     if let Some(entry) = self.sending.get_mut(&write.transfer) {

@@ -94,7 +94,7 @@ impl StepProgress {
             first_layer: caches.shard().first_layer.get(),
             layers: caches.layout().shape().layers,
             tokens_per_block: caches.tokens_per_block(),
-            bytes_per_cell: caches.bytes_per_cell(),
+            bytes_per_cell: caches.bytes_per_cell(&caches.heads()),
             fixed_group,
             compute: ComputeRate::default(),
             saves: Vec::new(),
@@ -133,8 +133,16 @@ impl StepProgress {
     }
 
     fn open(&mut self, save: &Save) {
-        let begin = || HandedSoFar { request: save.request.clone(), until: 0, computed: 0, untold: Duration::ZERO };
-        let so_far = self.handed.entry(save.transfer).or_insert_with(begin);
+        if save.first {
+            let request = save.request.clone();
+            let begin = || HandedSoFar { request, until: 0, computed: 0, untold: Duration::ZERO };
+            self.handed.entry(save.transfer).or_insert_with(begin);
+        }
+        // Without an entry the transfer is over; the scheduler has not heard of it yet.
+        let Some(so_far) = self.handed.get_mut(&save.transfer) else { return };
+        if so_far.request != save.request {
+            return; // The driver refuses it: what it computes is not what the transfer carries.
+        }
         self.clock.tokens += u64::from(save.computed.saturating_sub(so_far.computed));
         so_far.computed = save.computed;
         let rest = save.prompt_tokens.saturating_sub(save.computed);
@@ -296,15 +304,16 @@ mod tests {
         }
     }
 
-    fn save(computed: u32) -> StepMeta {
+    fn save(computed: u32, first: bool) -> StepMeta {
         let save = Save {
             request: RequestId::new("p"),
             transfer: TransferId::new(1),
             to: None,
+            readers: 1,
             blocks: vec![],
             computed,
             prompt_tokens: 100,
-            first: true,
+            first,
         };
         StepMeta { saves: vec![save], ..StepMeta::default() }
     }
@@ -327,14 +336,14 @@ mod tests {
         let mut step = progress(20, Some(3));
         // A second for each token and layer: whatever a step takes, the rest hides it.
         step.compute.observe(1, Duration::from_secs(1));
-        step.begin(&save(40));
+        step.begin(&save(40, true));
         assert!(layers(&mut step, 0..20).is_empty());
         assert_eq!(rects(step.all_saved()), [(0..32, 0..20)]);
         step.compute.observe(1, Duration::from_secs(1));
-        step.begin(&save(47));
+        step.begin(&save(47, false));
         assert!(layers(&mut step, 0..20).is_empty());
         assert!(rects(step.all_saved()).is_empty(), "no block was completed");
-        step.begin(&save(100));
+        step.begin(&save(100, false));
         let seen = layers(&mut step, 0..20);
         assert_eq!(seen.len(), 6);
         assert!(seen.iter().all(|(tokens, layers)| *tokens == (32..100) && layers.len() == 3));
@@ -346,10 +355,10 @@ mod tests {
     fn a_chunk_that_the_rest_cannot_hide_goes_in_groups_of_whole_blocks() {
         let mut step = progress(4, Some(2));
         // No compute is known: nothing is known to hide the chunk.
-        step.begin(&save(40));
+        step.begin(&save(40, true));
         assert_eq!(layers(&mut step, 0..4), [(0..32, 0..2), (0..32, 2..4)]);
         assert!(rects(step.all_saved()).is_empty());
-        step.begin(&save(100));
+        step.begin(&save(100, false));
         assert_eq!(layers(&mut step, 0..4), [(32..100, 0..2), (32..100, 2..4)]);
     }
 
@@ -357,7 +366,7 @@ mod tests {
     fn measured_groups_cover_all_layers_once_and_end_with_the_last() {
         let mut step = progress(12, None);
         for tokens in [40, 70, 100] {
-            step.begin(&save(tokens));
+            step.begin(&save(tokens, tokens == 40));
             let mut next = 0;
             let slow = || LinkRate::new(Some(0.001));
             for layer in 0..12 {
@@ -374,14 +383,25 @@ mod tests {
     #[test]
     fn without_hooks_the_complete_step_hands_over_all_layers() {
         let mut step = progress(4, None);
-        step.begin(&save(100));
+        step.begin(&save(100, true));
         assert_eq!(rects(step.all_saved()), [(0..100, 0..4)]);
+    }
+
+    #[test]
+    fn a_save_whose_transfer_is_over_hands_over_nothing() {
+        let mut step = progress(4, None);
+        step.begin(&save(40, true));
+        assert_eq!(step.all_saved().len(), 1);
+        step.ended(&[RequestId::new("p")]);
+        step.begin(&save(100, false));
+        assert!(step.all_saved().is_empty());
+        assert!(step.handed.is_empty());
     }
 
     #[test]
     fn a_layer_out_of_order_waits_for_the_complete_step() {
         let mut step = progress(4, Some(1));
-        step.begin(&save(100));
+        step.begin(&save(100, true));
         assert!(layers(&mut step, 2..3).is_empty());
         assert_eq!(layers(&mut step, 0..1), [(0..100, 0..1)]);
         assert_eq!(rects(step.all_saved()), [(0..100, 1..4)]);
@@ -391,9 +411,9 @@ mod tests {
     fn a_part_is_told_of_all_compute_since_the_part_before_it() {
         let mut step = progress(2, None);
         let start = Instant::now();
-        step.begin(&save(10));
+        step.begin(&save(10, true));
         assert!(step.all_saved().is_empty(), "no block was completed");
-        step.begin(&save(100));
+        step.begin(&save(100, false));
         let handed = step.all_saved();
         assert!(handed[0].compute <= start.elapsed());
         let told = step.handed[&TransferId::new(1)].untold;
