@@ -123,12 +123,12 @@ impl Case {
         let (id, transfer) = (RequestId::new(&round.to_string()), TransferId::new(round as u128 + 1));
         let from = vec![prefill.worker.local_address()];
         let params = Some(TransferParams::Fetch { transfer, from, ask: b"ask".to_vec() });
-        let fetch = Request { id: id.clone(), prompt_tokens: PROMPT, params };
+        let fetch = Request { id: id.clone(), prompt_tokens: PROMPT, params, hashes: Arc::default() };
         decode.scheduler.allocated(&fetch, &blocks, 0, PROMPT).expect("it fits");
         turn(decode);
         let (peer, _) = prefill.worker.messages().recv().expect("the question");
         let params = Some(TransferParams::Keep { transfer, to: Some(peer), readers: 1 });
-        let keep = Request { id: id.clone(), prompt_tokens: PROMPT, params };
+        let keep = Request { id: id.clone(), prompt_tokens: PROMPT, params, hashes: Arc::default() };
         prefill.scheduler.allocated(&keep, &blocks, 0, 0).expect("it fits");
         let writes = |engine: &Engine| engine.metrics.chunks_total.at(Side::Send).get();
         let before = writes(prefill);

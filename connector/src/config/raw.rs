@@ -60,7 +60,7 @@ keys! {
     engine_id: String, "required", "Name of this serving instance: 1 to 64 characters out of `A-Z a-z 0-9 . _ -`.";
     role: String, "required", "`prefill`, `decode` or `both`.";
     order: String, "`decode-first`", "Who speaks first: `decode-first` (decode asks) or `prefill-first` (prefill offers).";
-    tp_size: u64, "1", "Ranks in the tensor-parallel group, 1 to 1024.";
+    tp_size: u64, "1", "Ranks in the tensor-parallel group, 1 to 1024; it divides the model's KV heads, or is a multiple of them.";
     tp_rank: u64, "0", "This worker's place in the tensor-parallel group.";
     pp_rank: u64, "0", "This worker's place in the pipeline-parallel group.";
     transport: String, "`tcp`", "`tcp`, or `loopback` (both engines in one process).";
@@ -84,6 +84,8 @@ keys! {
     movers: u64, "2", "Threads that gather and digest K/V, 1 to 64; more take cores from the model.";
     posts_in_flight: u64, "8", "Writes of one transfer that are under way at once, from packing to acknowledgement, 1 to 1024.";
     slab_pool_bytes: u64, "67108864", "Memory of all slabs, in bytes; at least two chunks.";
+    tier_bytes: u64, "0", "Host memory of each worker for blocks that prompts may share, in bytes; 0 keeps none.";
+    write_back_blocks: u64, "0", "Complete blocks of an answer that decode sends back to prefill's tier at once, 1 to 64; 0 sends none.";
 }
 
 impl RawConfig {

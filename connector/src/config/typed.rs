@@ -206,6 +206,10 @@ pub struct Limits {
     pub movers: NonZeroU16,
     /// Writes of one transfer that are under way at once, from packing to acknowledgement.
     pub posts_in_flight: NonZeroU16,
+    /// Host memory of each worker for kept blocks, in bytes; 0 for none.
+    pub tier_bytes: u64,
+    /// Complete blocks of an answer that are written back at once; 0 for none.
+    pub write_back_blocks: u32,
 }
 
 impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
@@ -293,6 +297,8 @@ impl TryFrom<&RawConfig> for Limits {
             movers: NonZeroU16::new(number("movers", raw.movers, 2, 1..=64)?).unwrap_or(NonZeroU16::MIN),
             posts_in_flight: NonZeroU16::new(number("posts_in_flight", raw.posts_in_flight, 8, 1..=1024)?)
                 .unwrap_or(NonZeroU16::MIN),
+            tier_bytes: number("tier_bytes", raw.tier_bytes, 0, 0..=1 << 44)?,
+            write_back_blocks: number("write_back_blocks", raw.write_back_blocks, 0, 0..=64)?,
         })
     }
 }

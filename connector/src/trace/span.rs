@@ -29,13 +29,15 @@ pub enum Kind {
     Land,
     /// The digest of what landed was computed.
     Verify,
-    /// Blocks were written to a tier.
+    /// A block was copied to the tier.
     WriteBack,
+    /// A block was brought from the tier, or found to be there.
+    Bring,
 }
 
 impl Kind {
     /// All, in the order of their tracks.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Step,
         Self::Compute,
         Self::Wait,
@@ -46,6 +48,7 @@ impl Kind {
         Self::Land,
         Self::Verify,
         Self::WriteBack,
+        Self::Bring,
     ];
 
     /// Its name in the file.
@@ -62,6 +65,7 @@ impl Kind {
             Self::Land => "land",
             Self::Verify => "verify",
             Self::WriteBack => "write-back",
+            Self::Bring => "bring",
         }
     }
 }

@@ -214,10 +214,15 @@ impl Group {
 
     /// Steps until `done` likes what came of it.
     pub(crate) fn idle_until(&mut self, what: &str, mut done: impl FnMut(&Applied) -> bool) -> Applied {
+        self.idle_until_state(what, |_, applied| done(applied))
+    }
+
+    /// Steps until `done` likes what came of it, or how the engine is now.
+    pub(crate) fn idle_until_state(&mut self, what: &str, mut done: impl FnMut(&Self, &Applied) -> bool) -> Applied {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let applied = self.idle_step();
-            if done(&applied) {
+            if done(self, &applied) {
                 return applied;
             }
             assert!(Instant::now() < deadline, "{what} did not come");
@@ -301,12 +306,12 @@ fn element(layer: u16, plane: u32, head: u16, token: u32, d: u32) -> f32 {
 
 pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: Vec<PeerAddress>) -> Request {
     let params = TransferParams::Fetch { transfer: TransferId::new(transfer), from, ask: b"please".to_vec() };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 pub(crate) fn keep(id: &str, transfer: u128, prompt_tokens: u32, to: Option<PeerId>, readers: u16) -> Request {
     let params = TransferParams::Keep { transfer: TransferId::new(transfer), to, readers };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 /// Steps both engines until neither holds anything for a transfer.

@@ -41,10 +41,29 @@ pub trait Router: Send + Sync {
 
 /// Why no prefill node takes a prompt.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("no prefill node takes the prompt: {problem}")]
-pub struct RouteError {
-    /// Why not, and what to do.
-    pub problem: String,
+#[non_exhaustive]
+pub enum RouteError {
+    /// None ever will.
+    #[error("the prompt cannot be sent to a prefill node: {problem}; shorten it")]
+    Prompt {
+        /// Why not.
+        problem: String,
+    },
+    /// None does now.
+    #[error("no prefill node takes the prompt: {problem}")]
+    Unavailable {
+        /// Why not, and what to do.
+        problem: String,
+    },
+}
+
+impl From<RouteError> for ApiError {
+    fn from(error: RouteError) -> Self {
+        match error {
+            RouteError::Prompt { .. } => Self::invalid(Some("prompt"), error.to_string()),
+            RouteError::Unavailable { .. } => Self::unavailable(error.to_string()),
+        }
+    }
 }
 
 /// Everything is computed here.
@@ -121,6 +140,7 @@ async fn metrics_page(engine: &EngineHandle, metrics: &[Arc<Metrics>]) -> Result
         metrics.failed_requests_total.advance_to(state.failed_requests);
         metrics.prompt_compute_microseconds_total.advance_to(engine.prompts().microseconds());
         metrics.prompt_compute_tokens_total.advance_to(engine.prompts().tokens());
+        metrics.computed_prompt_tokens_total.advance_to(state.computed_prompt_tokens);
     }
     let mut response = page_of_ranks(metrics).into_response();
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
@@ -189,7 +209,7 @@ impl Frontend {
             0.0 => Sampling::Greedy,
             temperature => Sampling::Temperature { temperature, seed: body.seed },
         };
-        let transfer = self.router.route(&prompt).map_err(|error| ApiError::unavailable(error.to_string()))?;
+        let transfer = self.router.route(&prompt)?;
         let prompt_tokens = prompt.len();
         let submission = Submission {
             sampling,

@@ -33,6 +33,8 @@ pub(super) struct Sending {
     pub(super) peer: Option<PeerId>,
     /// The lease was told of the end, and nothing of this part reads the pages.
     pub(super) over: bool,
+    /// It goes back to a peer's tier, rather than on to a decode engine.
+    pub(super) returns: bool,
     /// The lease is over and drained: nothing reads the pages, though the receiver's word may still be awaited.
     pub(super) released: bool,
     /// All blocks of the request so far, from token 0.
@@ -70,6 +72,7 @@ impl Sending {
             heads: part.heads.clone(),
             peer: None,
             over: false,
+            returns: false,
             released: false,
             blocks: save.blocks.clone(),
             guards: Vec::new(),
@@ -234,9 +237,9 @@ impl Driver {
         let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         entry.over = true;
-        let (lease, request, began) = (entry.lease, entry.request.clone(), entry.began);
+        let (lease, returns, request, began) = (entry.lease, entry.returns, entry.request.clone(), entry.began);
         let elapsed = now.since(began);
-        if let (Verdict::Done, Some(first)) = (verdict, entry.first_post) {
+        if let (Verdict::Done, Some(first), false) = (verdict, entry.first_post, returns) {
             let metrics = &self.board.metrics;
             metrics.wire_seconds.observe(now.since(first));
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
@@ -248,7 +251,10 @@ impl Driver {
         tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "part ended");
         let span = || Span::since(self.instant(began), Kind::Send).transfer(transfer).request(&request);
         self.board.tracer.record(span);
-        self.part_sent(lease, transfer);
+        match returns {
+            true => self.return_ended(transfer, verdict),
+            false => self.part_sent(lease, transfer),
+        }
     }
 }
 

@@ -143,7 +143,7 @@ impl StepProgress {
         if so_far.request != save.request {
             return; // The driver refuses it: what it computes is not what the transfer carries.
         }
-        self.clock.tokens += u64::from(save.computed.saturating_sub(so_far.computed));
+        self.clock.tokens += u64::from(save.computed.saturating_sub(so_far.computed.max(save.ready)));
         so_far.computed = save.computed;
         let rest = save.prompt_tokens.saturating_sub(save.computed);
         let end = if rest == 0 { save.computed } else { save.computed / self.tokens_per_block * self.tokens_per_block };
@@ -157,6 +157,21 @@ impl StepProgress {
             since: self.clock.began,
         });
         so_far.until = end.max(so_far.until);
+    }
+
+    /// What the step found in the cache and no step handed over yet, in whole blocks: shared, or brought by a tier.
+    pub(super) fn ready_before(&mut self, saves: &[Save]) -> Vec<Handed> {
+        let layers = self.first_layer..self.first_layer + self.layers;
+        let mut ready = Vec::new();
+        for save in saves {
+            let end = save.ready / self.tokens_per_block * self.tokens_per_block;
+            let open = self.saves.iter_mut().find(|open| open.transfer == save.transfer && open.tokens.start < end);
+            let Some(open) = open.filter(|open| end < open.tokens.end) else { continue };
+            let rect = Rect::new(open.tokens.start..end, layers.clone()).ok();
+            ready.extend(rect.map(|rect| Handed { transfer: save.transfer, rect, compute: Duration::ZERO }));
+            open.tokens.start = end;
+        }
+        ready
     }
 
     /// A layer of this step is in the cache: what may be handed over now. Layers come in order; one that comes out of order is
@@ -313,6 +328,7 @@ mod tests {
             blocks: vec![],
             computed,
             prompt_tokens: 100,
+            ready: 0,
             first,
         };
         StepMeta { saves: vec![save], ..StepMeta::default() }
@@ -349,6 +365,24 @@ mod tests {
         assert!(seen.iter().all(|(tokens, layers)| *tokens == (32..100) && layers.len() == 3));
         assert_eq!(rects(step.all_saved()), [(32..100, 18..20)]);
         assert!(rects(step.all_saved()).is_empty());
+    }
+
+    #[test]
+    fn what_was_there_before_the_step_goes_first_in_whole_blocks() {
+        let mut step = progress(4, Some(1));
+        let mut meta = save(100, true);
+        meta.saves[0].ready = 70;
+        step.begin(&meta);
+        assert_eq!(rects(step.ready_before(&meta.saves)), [(0..64, 0..4)]);
+        assert_eq!(layers(&mut step, 0..1), [(64..100, 0..1)]);
+        assert_eq!(rects(step.all_saved()), [(64..100, 1..4)]);
+        let mut step = progress(4, None);
+        step.begin(&save(40, true));
+        step.all_saved();
+        let mut meta = save(100, false);
+        meta.saves[0].ready = 40;
+        step.begin(&meta);
+        assert!(step.ready_before(&meta.saves).is_empty(), "all whole blocks before it were handed over");
     }
 
     #[test]
