@@ -6,6 +6,9 @@
 //! - *raw*: two plain connections that move as many scattered blocks of the same size.
 //!
 //! `cargo bench -p kvferry --bench handover -- [rounds]`
+//!
+//! With the word `sweep` it compares numbers of movers and of posts in flight instead, a hand-over each in every round:
+//! `cargo bench -p kvferry --bench handover -- 9 sweep`
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -38,6 +41,11 @@ struct Engine {
 fn main() {
     let rounds = std::env::args().skip(1).find_map(|text| text.parse().ok()).unwrap_or(1);
     println!("{rounds} rounds of {} MiB; GB/s, medians", TOTAL_BYTES >> 20);
+    if std::env::args().any(|text| text == "sweep") {
+        sweep("16 KiB runs, packed", "LPBNHC", "packed_run_bytes = 65536", 4, 4, rounds);
+        sweep("512 KiB runs", "BLPNHC", "", 8, 8, rounds);
+        return;
+    }
     for (name, layout, layers, heads) in [
         ("16 KiB runs", "LPBNHC", 4, 4),
         ("64 KiB runs", "BLPNHC", 1, 8),
@@ -48,16 +56,47 @@ fn main() {
     }
 }
 
+/// Hand-overs with each number of movers and of posts in flight, in turn.
+fn sweep(name: &str, layout: &str, extra: &str, layers: u16, heads: u16, rounds: usize) {
+    println!("\n{name}\n  movers  posts   GB/s");
+    let shape = |blocks| shape(layers, heads, blocks);
+    let blocks = (TOTAL_BYTES as u64 / shape(1).block_bytes()) as u32;
+    let order = |step| scattered(blocks as usize, step).into_iter().map(|id| BlockId::new(id as u32)).collect();
+    let (source, target): (Vec<BlockId>, Vec<BlockId>) = (order(7919), order(104_729));
+    let mut cases = Vec::new();
+    for movers in [1, 2, 4] {
+        for posts in [1, 2, 4, 8, 16] {
+            let extra = format!("{extra}\nmovers = {movers}\nposts_in_flight = {posts}");
+            let engines = ["prefill", "decode"].map(|role| engine(role, layout, shape(blocks), &extra));
+            cases.push((movers, posts, engines, Vec::new()));
+        }
+    }
+    for round in 0..=rounds {
+        for (_, _, [prefill, decode], found) in &mut cases {
+            let gbps = time(|| hand_over(prefill, decode, &source, &target, round));
+            if round > 0 || rounds == 0 {
+                found.push(gbps);
+            }
+        }
+    }
+    for (movers, posts, _, mut found) in cases {
+        println!("  {movers:>6} {posts:>6} {:>6.2}", median(&mut found));
+    }
+}
+
+fn shape(layers: u16, heads: u16, blocks: u32) -> KvShape {
+    KvShape { layers, blocks, heads, tokens_per_block: TOKENS_PER_BLOCK, run_bytes: vec![RUN_BYTES; 2] }
+}
+
 fn measure(name: &str, layout: &str, layers: u16, heads: u16, rounds: usize) {
-    let shape =
-        |blocks| KvShape { layers, blocks, heads, tokens_per_block: TOKENS_PER_BLOCK, run_bytes: vec![RUN_BYTES; 2] };
+    let shape = |blocks| shape(layers, heads, blocks);
     let blocks = (TOTAL_BYTES as u64 / shape(1).block_bytes()) as u32;
     let run_bytes = match layout {
         "LPBNHC" => (shape(1).block_bytes() / u64::from(layers) / 2) as usize,
         _ => shape(1).block_bytes() as usize,
     };
-    let mut prefill = engine("prefill", layout, shape(blocks));
-    let mut decode = engine("decode", layout, shape(blocks));
+    let mut prefill = engine("prefill", layout, shape(blocks), "");
+    let mut decode = engine("decode", layout, shape(blocks), "");
     let order = |step| scattered(blocks as usize, step).into_iter().map(|id| BlockId::new(id as u32)).collect();
     let (source, target): (Vec<BlockId>, Vec<BlockId>) = (order(7919), order(104_729));
     let mut raw = RawPair::new(2, TOTAL_BYTES, run_bytes, 512 << 10);
@@ -81,8 +120,9 @@ fn measure(name: &str, layout: &str, layers: u16, heads: u16, rounds: usize) {
     );
 }
 
-fn engine(role: &str, layout: &str, shape: KvShape) -> Engine {
-    let mut raw = RawConfig::from_toml(&format!("engine_id = '{role}'\nrole = '{role}'")).expect("TOML");
+fn engine(role: &str, layout: &str, shape: KvShape, extra: &str) -> Engine {
+    let text = format!("engine_id = '{role}'\nrole = '{role}'\n{extra}");
+    let mut raw = RawConfig::from_toml(&text).expect("TOML");
     raw.psk = Some(PreSharedKey::new(&[7; 32], "bench").expect("a legal key"));
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).expect("a legal configuration");
     let manifest = Manifest {

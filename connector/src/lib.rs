@@ -13,6 +13,7 @@ pub mod pd;
 pub mod pool;
 mod raw;
 pub mod tier;
+pub mod trace;
 
 pub use error::ConnectorError;
 pub use open::open_transport;

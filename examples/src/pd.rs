@@ -15,6 +15,7 @@ use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
 use kvferry::pool::{BlockHasher, HashScope, PoolError};
 use kvferry::tier::{FrameIndex, HostTier};
+use kvferry::trace::Tracer;
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::sources_of;
@@ -78,6 +79,19 @@ impl PdNode {
     /// # Errors
     /// [`PdError`].
     pub fn start(model: &LoadedModel, node: &NodeConfig, raw: RawConfig) -> Result<Self, PdError> {
+        Self::start_traced(model, node, raw, &Tracer::off())
+    }
+
+    /// The same, and records what happens to K/V.
+    ///
+    /// # Errors
+    /// [`PdError`].
+    pub fn start_traced(
+        model: &LoadedModel,
+        node: &NodeConfig,
+        raw: RawConfig,
+        tracer: &Tracer,
+    ) -> Result<Self, PdError> {
         let incarnation = Incarnation::new(random_bits()? as u64);
         let rank_config = |rank| ConnectorConfig::try_from((of_rank(&raw, rank, node.tp_size), incarnation));
         let first = rank_config(0)?;
@@ -92,7 +106,8 @@ impl PdNode {
             metrics.push(Arc::new(Metrics::new()));
             let (manifest, metrics) = (manifest.clone(), Arc::clone(&metrics[usize::from(number)]));
             let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics };
-            workers.push(PdWorker::start(parts, transport)?);
+            let tracer = if node.tp_size == 1 { tracer.clone() } else { tracer.labelled(&format!("rank {number}")) };
+            workers.push(PdWorker::start_traced(parts, transport, tracer)?);
         }
         let addresses = workers.iter().map(PdWorker::local_address).collect();
         // Rank 0 asks and is asked, for all ranks.

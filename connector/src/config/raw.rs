@@ -77,9 +77,12 @@ keys! {
     lease_ttl_ms: u64, "30000", "How long prefill keeps a finished request's blocks for a peer that is silent, in milliseconds.";
     verdict_timeout_ms: u64, "5000", "How long a sender waits for the receiver's verdict after its last byte, in milliseconds.";
     absent_deadline_ms: u64, "5000", "How long a peer may be without a session, at the start of a transfer and after a cut, in milliseconds.";
+    layer_group: u64, "as measured", "Layers that prefill hands over together, 1 to 1024; without it as many as the measured rates of compute and link ask for.";
     max_transfers: u64, "1024", "Most transfers at once, 1 to 65536; more are refused.";
     chunk_bytes: u64, "4194304", "Bytes that one completion should cover, 4096 to 2^30.";
     packed_run_bytes: u64, "the transport's", "Runs shorter than this are packed into a slab first, in bytes; 0 never packs.";
+    movers: u64, "2", "Threads that gather and digest K/V, 1 to 64; more take cores from the model.";
+    posts_in_flight: u64, "8", "Writes of one transfer that are under way at once, from packing to acknowledgement, 1 to 1024.";
     slab_pool_bytes: u64, "67108864", "Memory of all slabs, in bytes; at least two chunks.";
     tier_bytes: u64, "0", "Host memory of each worker for blocks that prompts may share, in bytes; 0 keeps none.";
     write_back_blocks: u64, "0", "Complete blocks of an answer that decode sends back to prefill's tier at once, 1 to 64; 0 sends none.";

@@ -46,8 +46,10 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!(network.psk.as_ref().unwrap().expose(), SECRET.as_bytes());
     let Deadlines { transfer, progress, lease_ttl, verdict, absent } = *config.deadlines();
     assert_eq!([transfer, progress, lease_ttl, verdict, absent].map(|span| span.as_secs()), [30, 5, 30, 5, 5]);
-    let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes, tier_bytes, write_back_blocks } =
-        *config.limits();
+    let limits = *config.limits();
+    assert_eq!((limits.movers.get(), limits.posts_in_flight.get(), config.layer_group()), (2, 8, None));
+    let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes, tier_bytes, write_back_blocks, .. } =
+        limits;
     assert_eq!((max_transfers.get(), packed_run_bytes), (1024, None));
     assert_eq!((chunk_bytes, slab_pool_bytes, tier_bytes, write_back_blocks), (4 << 20, 64 << 20, 0, 0));
 }
@@ -75,9 +77,12 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("lease_ttl_ms", "300"),
         ("verdict_timeout_ms", "400"),
         ("absent_deadline_ms", "500"),
+        ("layer_group", "3"),
         ("max_transfers", "5"),
         ("chunk_bytes", "8192"),
         ("packed_run_bytes", "0"),
+        ("movers", "3"),
+        ("posts_in_flight", "4"),
         ("slab_pool_bytes", "16384"),
         ("tier_bytes", "65536"),
         ("write_back_blocks", "4"),
@@ -105,6 +110,8 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
     assert_eq!(config.deadlines().verdict, Duration::from_millis(400));
     assert_eq!(config.network().peers[1].to_string(), "10.0.0.2:2");
     assert_eq!(config.limits().packed_run_bytes, Some(0));
+    assert_eq!(config.layer_group().map(NonZeroU16::get), Some(3));
+    assert_eq!((config.limits().movers.get(), config.limits().posts_in_flight.get()), (3, 4));
 }
 
 #[test]

@@ -20,6 +20,7 @@ pub struct ConnectorConfig {
     order: TransferOrder,
     load_failure_policy: LoadFailurePolicy,
     layerwise: bool,
+    layer_group: Option<NonZeroU16>,
     network: Network,
     deadlines: Deadlines,
     limits: Limits,
@@ -60,6 +61,12 @@ impl ConnectorConfig {
     #[must_use]
     pub fn layerwise(&self) -> bool {
         self.layerwise
+    }
+
+    /// Layers that prefill hands over together; `None`: as many as the measured rates of compute and link ask for.
+    #[must_use]
+    pub fn layer_group(&self) -> Option<NonZeroU16> {
+        self.layer_group
     }
 
     /// How peers are reached.
@@ -195,6 +202,10 @@ pub struct Limits {
     pub packed_run_bytes: Option<u64>,
     /// Memory of all slabs, in bytes; at least two chunks.
     pub slab_pool_bytes: u64,
+    /// Threads that gather and digest.
+    pub movers: NonZeroU16,
+    /// Writes of one transfer that are under way at once, from packing to acknowledgement.
+    pub posts_in_flight: NonZeroU16,
     /// Host memory of each worker for kept blocks, in bytes; 0 for none.
     pub tier_bytes: u64,
     /// Complete blocks of an answer that are written back at once; 0 for none.
@@ -229,6 +240,11 @@ impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
             order: order.unwrap_or(TransferOrder::DecodeFirst),
             load_failure_policy: policy.unwrap_or(LoadFailurePolicy::Recompute),
             layerwise: raw.layerwise.unwrap_or(true),
+            layer_group: raw
+                .layer_group
+                .map(|layers| number("layer_group", Some(layers), 1, 1..=1024))
+                .transpose()?
+                .and_then(NonZeroU16::new),
             deadlines: Deadlines::try_from(&raw)?,
             limits: Limits::try_from(&raw)?,
             network: Network::try_from(raw)?,
@@ -278,6 +294,9 @@ impl TryFrom<&RawConfig> for Limits {
             chunk_bytes,
             packed_run_bytes: packed_run_bytes.transpose()?,
             slab_pool_bytes,
+            movers: NonZeroU16::new(number("movers", raw.movers, 2, 1..=64)?).unwrap_or(NonZeroU16::MIN),
+            posts_in_flight: NonZeroU16::new(number("posts_in_flight", raw.posts_in_flight, 8, 1..=1024)?)
+                .unwrap_or(NonZeroU16::MIN),
             tier_bytes: number("tier_bytes", raw.tier_bytes, 0, 0..=1 << 44)?,
             write_back_blocks: number("write_back_blocks", raw.write_back_blocks, 0, 0..=64)?,
         })

@@ -67,10 +67,20 @@ metrics! {
         "Time from a sent transfer's first write to its verdict Done, in seconds.";
     exposed_transfer_seconds: Histogram => HistogramValues,
         "The part of it after the prompt's last layer was computed: what compute did not hide, in seconds.";
+    transfer_compute_seconds: Histogram => HistogramValues,
+        "Time in which prefill computed a sent transfer's K/V, up to the last layer, in seconds.";
+    transfer_link_seconds: Histogram => HistogramValues,
+        "Time in which a sent transfer's writes occupied the link, in seconds.";
+    unhideable_transfer_seconds: Histogram => HistogramValues,
+        "What no order of whole layers could hide of it: what the link took longer than compute, and the last layer, in seconds.";
     exposed_wait_seconds: Histogram => HistogramValues,
         "Time that the model waited in wait_layer for K/V to land, one observation a step that waited, in seconds.";
     loaded_tokens_total: Counter => u64,
         "Tokens whose K/V came from a peer.";
+    prompt_compute_microseconds_total: Counter => u64,
+        "Time of the engine's steps that computed prompts, in microseconds; set by the engine.";
+    prompt_compute_tokens_total: Counter => u64,
+        "Tokens of prompts that those steps computed; set by the engine.";
     recomputed_tokens_total: Counter => u64,
         "Tokens that a failed load left to be computed here.";
     computed_prompt_tokens_total: Counter => u64,

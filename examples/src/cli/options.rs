@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, ValueEnum};
 use kvferry::config::{ConfigError, LoadFailurePolicy, RawConfig, Role, TransferOrder};
+use kvferry::trace::{TraceError, Tracer};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::LayoutOrder;
 
@@ -139,6 +140,30 @@ impl LinkOptions {
     }
 }
 
+/// What is recorded.
+#[derive(Args, Clone, Debug)]
+pub struct TraceOptions {
+    /// Write a timeline of every hand-over there at the end; Perfetto and chrome://tracing open it
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+}
+
+impl TraceOptions {
+    /// Records if a file was named.
+    #[must_use]
+    pub fn tracer(&self) -> Tracer {
+        self.trace.as_ref().map_or_else(Tracer::off, |_| Tracer::keeping(Tracer::DEFAULT_SPANS))
+    }
+
+    /// Writes the file, if one was named.
+    ///
+    /// # Errors
+    /// [`TraceError`].
+    pub fn write(&self, tracer: &Tracer, process: &str) -> Result<(), TraceError> {
+        self.trace.as_ref().map_or(Ok(()), |path| tracer.write(path, process))
+    }
+}
+
 /// Prefills in one process, decodes in another, and compares with a single process.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "pair", version)]
@@ -194,6 +219,9 @@ pub struct PairOptions {
     /// How the nodes reach each other.
     #[command(flatten)]
     pub link: LinkOptions,
+    /// What is recorded.
+    #[command(flatten)]
+    pub trace: TraceOptions,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,

@@ -1,6 +1,8 @@
 //! Runs an engine on a thread of its own; any number of clients talk to it through a handle.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -10,6 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::runner::Runner;
 use super::scheduler::{Event, FinishReason, Scheduler, Snapshot, Submission, SubmitError};
+use super::step::StepPlan;
 
 /// Commands that wait for the engine's thread; more are refused.
 const COMMANDS: usize = 1024;
@@ -84,6 +87,36 @@ impl Ticket {
 #[derive(Clone)]
 pub struct EngineHandle {
     commands: SyncSender<Command>,
+    prompts: Arc<PromptCompute>,
+}
+
+/// What the engine has computed of prompts; both count upwards.
+#[derive(Debug, Default)]
+pub struct PromptCompute {
+    microseconds: AtomicU64,
+    tokens: AtomicU64,
+}
+
+impl PromptCompute {
+    /// The time of all steps with more than one token of a request, in microseconds.
+    #[must_use]
+    pub fn microseconds(&self) -> u64 {
+        self.microseconds.load(Ordering::Relaxed)
+    }
+
+    /// The tokens of such requests in such steps.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, plan: &StepPlan, took: Duration) {
+        let tokens: usize = plan.sequences.iter().map(|s| s.tokens.len()).filter(|&tokens| tokens > 1).sum();
+        if tokens > 0 {
+            self.tokens.fetch_add(tokens as u64, Ordering::Relaxed);
+            self.microseconds.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
+        }
+    }
 }
 
 /// An engine on its thread. Dropping it stops the thread and waits for it.
@@ -118,6 +151,12 @@ impl EngineHandle {
         let (accepted, ticket) = self.post(submission)?;
         accepted.blocking_recv().map_err(|_| ServiceError::Stopped)??;
         Ok(ticket)
+    }
+
+    /// What was computed of prompts.
+    #[must_use]
+    pub fn prompts(&self) -> &PromptCompute {
+        &self.prompts
     }
 
     /// The scheduler's state in numbers.
@@ -172,12 +211,14 @@ impl EngineService {
         W: Worker + 'static,
     {
         let (commands, receiver) = sync_channel(COMMANDS);
-        let mut engine = EngineLoop { scheduler, runner, connectors, clients: HashMap::new(), wanted: false };
+        let prompts = Arc::new(PromptCompute::default());
+        let (clients, counts) = (HashMap::new(), Arc::clone(&prompts));
+        let mut engine = EngineLoop { scheduler, runner, connectors, clients, prompts: counts, wanted: false };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             engine.run(&receiver);
             engine.connectors.iter_mut().for_each(|connector| connector.shutdown(GRACE));
         })?;
-        Ok(Self { handle: EngineHandle { commands }, thread: Some(thread) })
+        Ok(Self { handle: EngineHandle { commands, prompts }, thread: Some(thread) })
     }
 
     /// A handle for clients.
@@ -204,6 +245,7 @@ struct EngineLoop<C, W> {
     runner: Runner,
     connectors: Vec<W>,
     clients: HashMap<RequestId, mpsc::Sender<Update>>,
+    prompts: Arc<PromptCompute>,
     /// A step is wanted although nothing is to be computed.
     wanted: bool,
 }
@@ -224,7 +266,10 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
             }
             let (plan, events) = self.scheduler.plan();
             self.tell(events);
-            let events = match self.runner.run(&plan, &mut self.connectors) {
+            let began = Instant::now();
+            let computed = self.runner.run(&plan, &mut self.connectors);
+            self.prompts.count(&plan, began.elapsed());
+            let events = match computed {
                 Ok(output) => self.scheduler.apply(&plan, output),
                 Err(error) => {
                     tracing::error!(step = plan.number, %error, "a step was not computed");

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::cli::{EngineOptions, LinkOptions, until_end};
+use crate::cli::{EngineOptions, LinkOptions, TraceOptions, until_end};
 use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
 use crate::http::{Frontend, LocalRouter, Router, router};
 use crate::model::TextStream;
@@ -15,6 +15,7 @@ use anyhow::Context;
 use clap::Parser;
 use kvferry::config::Role;
 use kvferry::metrics::Metrics;
+use kvferry::trace::Tracer;
 use serde_json::json;
 
 /// Generates text. Without --http it reads one prompt a line from standard input; without --prefill it computes prompts itself.
@@ -26,6 +27,8 @@ pub struct DecodeOptions {
     engine: EngineOptions,
     #[command(flatten)]
     link: LinkOptions,
+    #[command(flatten)]
+    trace: TraceOptions,
     /// The prefill nodes that compute prompts, in turn; one that is down is passed over. A node with several ranks is written as
     /// all their addresses, by rank, joined by +
     #[arg(long, value_name = "IP:PORT[+IP:PORT...],...", value_delimiter = ',')]
@@ -70,25 +73,28 @@ fn temperature(text: &str) -> Result<f32, String> {
 /// Whatever keeps the node from starting or from going on.
 pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
     let model = LoadedModel::load(&options.engine.model)?;
-    let node = start(options, &model)?;
+    let tracer = options.trace.tracer();
+    let node = start(options, &model, &tracer)?;
     match options.http {
         Some(address) => tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()?
-            .block_on(serve(options, model, node, address)),
-        None => converse(options, &model, &node),
+            .block_on(serve(options, model, node, address))?,
+        None => converse(options, &model, &node)?,
     }
+    options.trace.write(&tracer, "decode")?;
+    Ok(())
 }
 
-fn start(options: &DecodeOptions, model: &LoadedModel) -> anyhow::Result<Node> {
+fn start(options: &DecodeOptions, model: &LoadedModel, tracer: &Tracer) -> anyhow::Result<Node> {
     let config = options.engine.node();
     if options.prefill.is_empty() {
         let (router, metrics) = (Arc::new(LocalRouter), vec![Arc::new(Metrics::new())]);
         return Ok(Node { engine: model.start_local(&config)?, router, metrics });
     }
     let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
-    let node = PdNode::start(model, &config, raw)?;
+    let node = PdNode::start_traced(model, &config, raw, tracer)?;
     let router = Arc::new(node.router(&options.prefill)?);
     Ok(Node { engine: node.engine, router, metrics: node.metrics })
 }

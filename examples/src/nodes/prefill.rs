@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::cli::{EngineOptions, LinkOptions, until_end};
+use crate::cli::{EngineOptions, LinkOptions, TraceOptions, until_end};
 use crate::http::metrics_router;
 use crate::node::LoadedModel;
 use crate::pd::PdNode;
@@ -21,6 +21,8 @@ pub struct PrefillOptions {
     engine: EngineOptions,
     #[command(flatten)]
     link: LinkOptions,
+    #[command(flatten)]
+    trace: TraceOptions,
     /// Where decode nodes connect; port 0 takes a free one. With several ranks, rank n listens n ports higher. The addresses are
     /// printed as one line of JSON
     #[arg(long, value_name = "IP:PORT")]
@@ -43,7 +45,8 @@ pub struct PrefillOptions {
 pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
     let raw = options.link.connector(options.config.as_deref(), Role::Prefill, options.listen)?;
     let model = LoadedModel::load(&options.engine.model)?;
-    let node = Arc::new(PdNode::start(&model, &options.engine.node(), raw)?);
+    let tracer = options.trace.tracer();
+    let node = Arc::new(PdNode::start_traced(&model, &options.engine.node(), raw, &tracer)?);
     let mut metrics = None;
     if let Some(address) = options.metrics {
         let listener = tokio::net::TcpListener::bind(address).await;
@@ -63,5 +66,7 @@ pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
     until_end(options.exit_with_stdin).await?;
     stop.store(true, Ordering::Release);
     desk.await?;
+    drop(node); // The timeline is complete when the engine has ended.
+    options.trace.write(&tracer, "prefill")?;
     Ok(())
 }

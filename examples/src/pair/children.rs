@@ -1,7 +1,7 @@
 //! The nodes as processes of their own.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
@@ -19,12 +19,16 @@ use crate::pd::random_bits;
 pub(super) struct Pair {
     prefill: Vec<Node>,
     decode: Vec<Node>,
+    /// Where the nodes' timelines are joined.
+    timeline: Option<PathBuf>,
 }
 
 /// One node and where it answers: a prefill node its metrics, a decode node completions too.
 struct Node {
     child: Child,
     client: Client,
+    /// Where it writes its timeline.
+    timeline: Option<PathBuf>,
 }
 
 impl Pair {
@@ -36,22 +40,25 @@ impl Pair {
         conversations: u32,
     ) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
-        let mut pair = Self { prefill: Vec::new(), decode: Vec::new() };
+        let timeline = options.trace.trace.clone();
+        let mut pair = Self { prefill: Vec::new(), decode: Vec::new(), timeline };
         let mut addresses = Vec::new();
-        for _ in 0..options.prefill_nodes {
+        for number in 0..options.prefill_nodes {
             let mut command = node(program, options, Role::Prefill, &key, (longest, 0));
             command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
+            let timeline = pair.trace(&mut command, &format!("prefill-{number}"));
             let (child, said) = spawn(command, "prefill").await?;
             let ranks = said["transfers"].as_array().with_context(|| format!("no transfers in {said}"))?;
             let ranks: Option<Vec<&str>> = ranks.iter().map(Value::as_str).collect();
             addresses.push(ranks.with_context(|| format!("transfers are no addresses in {said}"))?.join("+"));
-            pair.prefill.push(Node { child, client: Client { address: address(&said, "metrics")? } });
+            pair.prefill.push(Node { child, client: Client { address: address(&said, "metrics")? }, timeline });
         }
-        for _ in 0..options.decode_nodes {
+        for number in 0..options.decode_nodes {
             let mut command = node(program, options, Role::Decode, &key, (longest, conversations));
             command.args(["--http", "127.0.0.1:0", "--prefill", &addresses.join(",")]);
+            let timeline = pair.trace(&mut command, &format!("decode-{number}"));
             let (child, said) = spawn(command, "decode").await?;
-            pair.decode.push(Node { child, client: Client { address: address(&said, "http")? } });
+            pair.decode.push(Node { child, client: Client { address: address(&said, "http")? }, timeline });
         }
         Ok(pair)
     }
@@ -75,8 +82,21 @@ impl Pair {
         }
     }
 
-    /// Ends all and waits until they are gone.
-    pub(super) async fn stop(self) {
+    /// Lets a node write its timeline beside the joined one, if there shall be one.
+    fn trace(&self, command: &mut Command, node: &str) -> Option<PathBuf> {
+        let mut name = self.timeline.clone()?.into_os_string();
+        name.push(format!(".{node}"));
+        command.arg("--trace").arg(&name);
+        Some(name.into())
+    }
+
+    /// Ends all, waits until they are gone, and joins their timelines.
+    ///
+    /// # Errors
+    /// The timelines'.
+    pub(super) async fn stop(self) -> anyhow::Result<()> {
+        let timelines = self.prefill.iter().chain(&self.decode).filter_map(|node| node.timeline.clone());
+        let timelines: Vec<PathBuf> = timelines.collect();
         let nodes = self.decode.into_iter().map(|node| ("decode", node));
         for (name, Node { mut child, .. }) in nodes.chain(self.prefill.into_iter().map(|node| ("prefill", node))) {
             // The end of their standard input is their signal to go.
@@ -93,6 +113,13 @@ impl Pair {
                 }
             }
         }
+        if let Some(joined) = &self.timeline {
+            kvferry::trace::merge(&timelines, joined)?;
+            for part in &timelines {
+                std::fs::remove_file(part).with_context(|| format!("{} cannot be removed", part.display()))?;
+            }
+        }
+        Ok(())
     }
 }
 

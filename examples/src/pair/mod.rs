@@ -61,7 +61,7 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
     let follow_ups = turns::follow_ups(&model.tokenizer, turns - 1).map_err(anyhow::Error::msg)?;
     let said = follow_ups.iter().map(Vec::len).sum::<usize>() + turns * options.max_tokens.get() as usize;
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + said;
-    let reference = reference(options, &model, tokens, &follow_ups, longest).await?;
+    let (reference, alone) = reference(options, &model, tokens, &follow_ups, longest).await?;
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
@@ -77,9 +77,9 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
         figures.push(Turn::between(turn, prompts, before, after));
         before = after;
     }
-    pair.stop().await;
+    pair.stop().await?;
     let reference = reference.into_iter().flat_map(|(_, answers)| answers).collect();
-    Ok(Report::new(answers, reference, figures, &tokenizer, &pages.0, &pages.1))
+    Ok(Report::new(answers, reference, figures, &tokenizer, &pages.0, &pages.1, alone))
 }
 
 /// Blocks of a cache that computes `sequences` of the longest length at once, and keeps so many idle ones.
@@ -89,14 +89,15 @@ fn blocks(longest: usize, tokens_per_block: u32, sequences: u32, idle: u32) -> u
     each.saturating_mul(sequences.saturating_mul(2).saturating_add(1).saturating_add(idle))
 }
 
-/// Each turn's prompts and a single process's answers to them, which computes every prompt from its first token on.
+/// Each turn's prompts and a single process's answers to them, which computes every prompt from its first token on; and the
+/// microseconds that it computed for each token of the prompts, if that can be compared with a prefill node's.
 async fn reference(
     options: &PairOptions,
     model: &LoadedModel,
     mut prompts: Vec<Vec<u32>>,
     follow_ups: &[Vec<u32>],
     longest: usize,
-) -> anyhow::Result<Vec<(Vec<Vec<u32>>, Vec<Answer>)>> {
+) -> anyhow::Result<(Vec<(Vec<Vec<u32>>, Vec<Answer>)>, Option<f64>)> {
     let concurrency = options.concurrency.get();
     let config = NodeConfig {
         order: options.decode_layout,
@@ -129,9 +130,14 @@ async fn reference(
         turns.push((prompts, answers));
         match next {
             Some(next) => prompts = next,
-            None => return Ok(turns),
+            None => break,
         }
     }
+    let handle = engine.handle();
+    let (microseconds, tokens) = (handle.prompts().microseconds(), handle.prompts().tokens());
+    // Several at a time share their steps with tokens that a prefill node does not compute; of a later turn it computes the end.
+    let comparable = concurrency == 1 && turns.len() == 1 && tokens > 0;
+    Ok((turns, comparable.then(|| microseconds as f64 / tokens as f64)))
 }
 
 async fn through_the_pair(options: &PairOptions, pair: &Pair, prompts: &[Vec<u32>]) -> Vec<anyhow::Result<Answer>> {

@@ -48,12 +48,29 @@ pub struct Summary {
     pub transfer_gbps: f64,
     /// Of that time, the share after the prompt's last layer was computed: what compute did not hide.
     pub exposed_fraction: f64,
+    /// How the transfers lay beside prefill's compute.
+    pub overlap: Overlap,
     /// Tokens whose KV was lost in transit and computed by the decode node.
     pub recomputed: u64,
     /// Prompts without an answer.
     pub failed: usize,
     /// Transfers, grants, leases and blocks that were still held at the end, on both sides.
     pub still_held: u64,
+}
+
+/// Sums over all transfers, in milliseconds. Transfers that were computed in the same steps count those steps each.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Overlap {
+    /// Prefill computed the prompts' K/V, up to their last layer.
+    pub compute_ms: f64,
+    /// Writes occupied the link.
+    pub transfer_ms: f64,
+    /// From a prompt's last layer to the verdict of its transfer.
+    pub exposed_ms: f64,
+    /// What no order of whole layers could hide: what the link took longer than compute, and one layer.
+    pub lower_bound_ms: f64,
+    /// By how much prefill took longer for a token than the single process did, as a share; known with one prompt at a time.
+    pub prefill_slowdown: Option<f64>,
 }
 
 /// Percentiles of times, in milliseconds.
@@ -92,6 +109,7 @@ impl Report {
         tokenizer: &Tokenizer,
         decode: &str,
         prefill: &str,
+        alone_us_per_token: Option<f64>,
     ) -> Self {
         let ttft = |answers: &mut dyn Iterator<Item = f64>| Times::of(answers.collect());
         let single_process_ttft_ms = ttft(&mut reference.iter().map(|answer| answer.ttft_ms));
@@ -107,6 +125,7 @@ impl Report {
         let wire = sum(prefill, "kvferry_wire_seconds_sum", "");
         let exposed = sum(prefill, "kvferry_exposed_transfer_seconds_sum", "");
         let share = |part: f64| if wire > 0.0 { part / wire } else { 0.0 };
+        let overlap = Overlap::of(prefill, alone_us_per_token);
         let summary = Summary {
             requests: outputs.len(),
             identical: outputs.iter().filter(|output| output.identical).count(),
@@ -116,6 +135,7 @@ impl Report {
             kv_bytes: kv_bytes as u64,
             transfer_gbps: share(kv_bytes * 8.0 / 1e9),
             exposed_fraction: share(exposed),
+            overlap,
             recomputed: sum(decode, "kvferry_recomputed_tokens_total", "") as u64,
             failed: outputs.iter().filter(|output| output.error.is_some()).count(),
             still_held: still_held(decode) + still_held(prefill),
@@ -127,6 +147,23 @@ impl Report {
     #[must_use]
     pub const fn all_identical(&self) -> bool {
         self.summary.identical == self.summary.requests
+    }
+}
+
+impl Overlap {
+    fn of(prefill: &str, alone_us_per_token: Option<f64>) -> Self {
+        let ms = |name: &str| sum(prefill, &format!("kvferry_{name}_seconds_sum"), "") * 1e3;
+        let tokens = sum(prefill, "kvferry_prompt_compute_tokens_total", "");
+        let us_per_token = sum(prefill, "kvferry_prompt_compute_microseconds_total", "") / tokens;
+        Self {
+            compute_ms: ms("transfer_compute"),
+            transfer_ms: ms("transfer_link"),
+            exposed_ms: ms("exposed_transfer"),
+            lower_bound_ms: ms("unhideable_transfer"),
+            prefill_slowdown: alone_us_per_token
+                .map(|alone| us_per_token / alone - 1.0)
+                .filter(|share| share.is_finite()),
+        }
     }
 }
 
@@ -225,7 +262,20 @@ impl fmt::Display for Report {
             "KV carried            {} bytes, {:.3} Gbit/s while prefill computed",
             s.kv_bytes, s.transfer_gbps
         )?;
-        writeln!(f, "exposed               {:.1} % of the transfers' time", s.exposed_fraction * 100.0)?;
+        let o = &s.overlap;
+        let of = |part: f64| if o.transfer_ms > 0.0 { part / o.transfer_ms * 100.0 } else { 0.0 };
+        writeln!(f, "prefill computed      {:.1} ms, up to the last layers", o.compute_ms)?;
+        writeln!(f, "on the link           {:.1} ms", o.transfer_ms)?;
+        writeln!(
+            f,
+            "exposed               {:.1} ms, {:.1} % of that; at least {:.1} ms cannot be hidden",
+            o.exposed_ms,
+            of(o.exposed_ms),
+            o.lower_bound_ms
+        )?;
+        if let Some(slowdown) = o.prefill_slowdown {
+            writeln!(f, "prefill slower by     {:.1} % than the single process", slowdown * 100.0)?;
+        }
         write!(f, "recomputed {} tokens, failed {}, still held {}", s.recomputed, s.failed, s.still_held)
     }
 }
@@ -253,11 +303,19 @@ mod tests {
         let page = "# TYPE kvferry_transfer_bytes_total counter\nkvferry_transfer_bytes_total{side=\"send\"} 7\n\
                     kvferry_transfer_bytes_total{side=\"receive\"} 1000000000\n\
                     kvferry_pool_blocks 9\nkvferry_pool_blocks_free 8\nkvferry_leases_live 1\n";
-        let prefill = "kvferry_wire_seconds_sum 2\nkvferry_exposed_transfer_seconds_sum 0.5\n";
-        let report = Report::new(answers, reference, vec![], &Tokenizer::Bytes(ByteTokenizer), page, prefill);
+        let prefill = "kvferry_wire_seconds_sum 2\nkvferry_exposed_transfer_seconds_sum 0.5\n\
+                       kvferry_transfer_link_seconds_sum 1\nkvferry_transfer_compute_seconds_sum 3\n\
+                       kvferry_unhideable_transfer_seconds_sum 0.25\nkvferry_prompt_compute_tokens_total 10\n\
+                       kvferry_prompt_compute_microseconds_total 55\n";
+        let report =
+            Report::new(answers, reference, vec![], &Tokenizer::Bytes(ByteTokenizer), page, prefill, Some(5.0));
         let s = &report.summary;
         assert_eq!((s.requests, s.identical, s.failed, s.tokens), (5, 1, 1, 8));
         assert_eq!((s.kv_bytes, s.transfer_gbps, s.exposed_fraction, s.still_held), (1_000_000_000, 4.0, 0.25, 2));
+        let o = s.overlap;
+        assert_eq!((o.compute_ms, o.transfer_ms, o.exposed_ms, o.lower_bound_ms), (3000.0, 1000.0, 500.0, 250.0));
+        assert!((o.prefill_slowdown.unwrap() - 0.1).abs() < 1e-9);
+        assert!(report.to_string().contains("exposed               500.0 ms, 50.0 % of that; at least 250.0 ms"));
         assert!(!report.all_identical());
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(

@@ -97,7 +97,8 @@ impl Driver {
         outlets: Outlets<'_>,
     ) -> Self {
         let Outlets { inputs, wake, messages } = outlets;
-        let movers = Movers::start(MOVERS, &caches, keeping.as_ref().map(|keeping| &keeping.memory), inputs);
+        let tier = keeping.as_ref().map(|keeping| &keeping.memory);
+        let movers = Movers::start(config.limits().movers.get().into(), &caches, tier, inputs, &board.tracer);
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
@@ -153,6 +154,11 @@ impl Driver {
         Time::since_epoch(self.epoch.elapsed())
     }
 
+    /// A moment of the machines' time on the process's clock.
+    pub(super) fn instant(&self, time: Time) -> Instant {
+        self.epoch + time.elapsed()
+    }
+
     fn take(&mut self, input: Input) {
         match input {
             Input::Command(command) => self.command(command),
@@ -166,7 +172,7 @@ impl Driver {
         match command {
             Command::Load(load) => self.load(load),
             Command::Lease(save) => self.lease(save),
-            Command::Computed { transfer, rect } => self.computed(transfer, rect),
+            Command::Computed(handed) => self.computed(&handed),
             Command::Cancel(cancel) => self.cancel(&cancel),
             Command::Keep(stores) => self.keep(stores),
             Command::Restore(restore) => self.restore(restore),
@@ -421,8 +427,6 @@ impl Deadlines {
     }
 }
 
-/// Threads that gather and digest; more would take cores from the model. An estimate: no bench has compared counts yet.
-const MOVERS: usize = 2;
 /// Messages that may wait for their request.
 const EARLY_MESSAGES: usize = 1024;
 /// The longest sleep: machines wake the driver through `deadlines`, so this bounds only how late expired early grants go.

@@ -9,6 +9,7 @@ use super::driver::{Driver, Side};
 use super::receiving::Receiving;
 use super::sending::Sending;
 use crate::metrics::{DropReason, RefusalReason};
+use crate::trace::{Kind, Span};
 
 impl Driver {
     pub(super) fn event(&mut self, event: Event) {
@@ -154,6 +155,7 @@ impl Driver {
     }
 
     fn landed(&mut self, peer: &PeerId, grant: GrantKey, bytes: u64, notification: &Bytes) {
+        let began = self.board.tracer.start();
         let wrote = match codec::decode_wrote(notification) {
             Ok(wrote) => wrote,
             Err(error) => {
@@ -181,6 +183,10 @@ impl Driver {
             return;
         }
         tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
+        if let Some(began) = began {
+            let span = || Span::since(began, Kind::Land).transfer(wrote.transfer).rect(wrote.rect).bytes(bytes);
+            self.board.tracer.record(|| span().chunk(wrote.generation, wrote.sequence));
+        }
         if taken {
             return self.taken_landed(wrote);
         }

@@ -15,6 +15,7 @@ use kvferry_protocol::{BlockId, Generation, TransferId};
 use super::Input;
 use super::slabs::PooledSlab;
 use crate::pd::caches::Caches;
+use crate::trace::{Kind, Span, Tracer};
 
 /// What to do.
 #[derive(Debug)]
@@ -112,15 +113,21 @@ impl Movers {
     /// The most jobs that are out at once: more would only wait here instead of with the driver.
     pub(super) const LIMIT: usize = 1024;
 
-    pub(super) fn start(count: usize, caches: &Caches, tier: Option<&Caches>, done: &Sender<Input>) -> Self {
+    pub(super) fn start(
+        count: usize,
+        caches: &Caches,
+        tier: Option<&Caches>,
+        done: &Sender<Input>,
+        tracer: &Tracer,
+    ) -> Self {
         let (jobs, queue) = bounded(Self::LIMIT);
         let (small, small_queue) = bounded(count);
         let thread = |index: usize| {
             let memory = Memory { caches: caches.clone(), tier: tier.cloned() };
-            let (queue, small, done) = (queue.clone(), small_queue.clone(), done.clone());
+            let (queue, small, done, tracer) = (queue.clone(), small_queue.clone(), done.clone(), tracer.clone());
             std::thread::Builder::new()
                 .name(format!("kvferry-move-{index}"))
-                .spawn(move || run(&memory, &queue, &small, &done))
+                .spawn(move || run(&memory, &queue, &small, &done, &tracer))
                 .expect("the system has a thread to spare")
         };
         Self { jobs: Some(jobs), small: Some(small), threads: (0..count).map(thread).collect() }
@@ -162,7 +169,7 @@ impl Memory {
     }
 }
 
-fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Sender<Input>) {
+fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Sender<Input>, tracer: &Tracer) {
     loop {
         let job = match queue.try_recv() {
             Ok(job) => job,
@@ -178,9 +185,40 @@ fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: 
                 },
             },
         };
-        if done.send(Input::Job(perform(memory, job))).is_err() {
+        let (began, span) = (tracer.start(), tracer.is_on().then(|| job.span(&memory.caches)));
+        let result = perform(memory, job);
+        if let (Some(began), Some(span)) = (began, span) {
+            tracer.record(|| span(began));
+        }
+        if done.send(Input::Job(result)).is_err() {
             return; // The driver is gone; what it wanted to know no longer matters.
         }
+    }
+}
+
+impl Job {
+    /// What a timeline says of it, once it is done.
+    fn span(&self, caches: &Caches) -> impl FnOnce(std::time::Instant) -> Span + use<> {
+        let of_plan = |plan: &CopyPlan| {
+            let Selection { layers, tokens, .. } = plan.selection();
+            Rect::new(tokens.clone(), layers.clone()).ok()
+        };
+        let (kind, write, rect, bytes) = match self {
+            Self::Prepare { write, plan, .. } => (Kind::Pack, Some(*write), of_plan(plan), plan.bytes()),
+            Self::Verify { write, rect, heads, .. } => {
+                (Kind::Verify, Some(*write), Some(*rect), rect.cells() * caches.bytes_per_cell(heads))
+            }
+            Self::VerifyTaken { write, rect, .. } => {
+                (Kind::Verify, Some(*write), Some(*rect), rect.cells() * caches.bytes_per_cell(&caches.heads()))
+            }
+            Self::Tier(job) => {
+                let kind = if job.direction == Direction::Store { Kind::WriteBack } else { Kind::Bring };
+                (kind, None, of_plan(&job.plan), job.plan.bytes())
+            }
+        };
+        let (transfer, chunk) =
+            (write.map(|write| write.transfer), write.map(|write| (write.generation, write.sequence)));
+        move |began| Span { rect, transfer, chunk, bytes, ..Span::since(began, kind) }
     }
 }
 

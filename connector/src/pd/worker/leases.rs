@@ -12,6 +12,7 @@ use kvferry_protocol::{PeerId, TpRank, TransferId};
 
 use super::driver::{Driver, Side};
 use super::sending::{PartTo, Sending};
+use super::step::Handed;
 use crate::contract::{RequestId, Save};
 use crate::metrics;
 
@@ -131,7 +132,7 @@ impl Driver {
             lease_max: deadlines.transfer + deadlines.lease_ttl,
             absent: deadlines.absent,
             word: deadlines.verdict,
-            max_posts_in_flight: POSTS_IN_FLIGHT,
+            max_posts_in_flight: self.config.limits().posts_in_flight.into(),
             max_cells_per_post: NonZeroU64::new(cells).unwrap_or(NonZeroU64::MIN),
             align_tokens: NonZeroU32::new(self.caches.tokens_per_block()).unwrap_or(NonZeroU32::MIN),
         }
@@ -153,9 +154,9 @@ impl Driver {
     }
 
     /// Some tokens of some layers are in the cache.
-    pub(super) fn computed(&mut self, lease: TransferId, rect: Rect) {
-        for part in self.parts_of_lease(lease) {
-            self.part_computed(part, rect);
+    pub(super) fn computed(&mut self, handed: &Handed) {
+        for part in self.parts_of_lease(handed.transfer) {
+            self.part_computed(part, handed);
         }
     }
 
@@ -192,5 +193,3 @@ impl Driver {
 
 /// The most ranks that a configuration can name; the number comes from a peer's engine, so it is checked.
 const MAX_RANKS: u16 = 1024;
-/// Writes of one transfer that are under way at once, from packing to acknowledgement. An estimate, not tuned yet.
-const POSTS_IN_FLIGHT: NonZeroU32 = NonZeroU32::new(8).unwrap();

@@ -13,10 +13,12 @@
 mod card;
 mod driver;
 mod events;
+mod groups;
 mod jobs;
 mod keeping;
 mod leases;
 mod loading;
+mod overlap;
 mod peers;
 mod posting;
 mod progress;
@@ -39,17 +41,17 @@ use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use kvferry_protocol::layout::{KvLayout, KvShape, Shard, heads_of};
 use kvferry_protocol::manifest::Manifest;
-use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
 use kvferry_transport::{Event, PeerAddress, Transport};
 
 pub use card::Refusal;
 use card::WorkerCard;
 use driver::{Driver, Outlets};
+use groups::LinkRate;
 use jobs::JobDone;
 use keeping::Keeping;
 use progress::Progress;
-use step::StepProgress;
+use step::{Handed, StepProgress};
 use tier_threads::{TierAnswer, TierThreads};
 
 use super::caches::{Caches, KvCache};
@@ -60,6 +62,7 @@ use crate::contract::{
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
 use crate::tier::{HostTier, Tier};
+use crate::trace::{Kind, Span, Tracer};
 
 /// What a worker is made of.
 #[derive(Debug)]
@@ -107,12 +110,19 @@ struct Board {
     /// The dialled addresses with a session.
     reached: Mutex<BTreeSet<PeerAddress>>,
     metrics: Arc<Metrics>,
+    /// What writes take on the link.
+    link: Mutex<LinkRate>,
+    tracer: Tracer,
 }
 
 impl Board {
     /// What the model thread will be told at its next poll.
     fn results(&self) -> MutexGuard<'_, StepResults> {
         self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn link(&self) -> MutexGuard<'_, LinkRate> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn reached(&self) -> MutexGuard<'_, BTreeSet<PeerAddress>> {
@@ -137,7 +147,7 @@ enum Command {
     /// A request whose KV a peer wants is being computed: hold its blocks for the transfer.
     Lease(Save),
     /// Part of its KV is in the cache.
-    Computed { transfer: TransferId, rect: Rect },
+    Computed(Handed),
     /// End a transfer.
     Cancel(Cancel),
     /// Copy complete blocks to the tier, when there is time.
@@ -222,6 +232,18 @@ impl PdWorker {
     /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
     /// registered.
     pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
+        Self::start_traced(parts, transport, Tracer::off())
+    }
+
+    /// The same as [`PdWorker::start`], and records what happens into a timeline.
+    ///
+    /// # Errors
+    /// Those of [`PdWorker::start`].
+    pub fn start_traced(
+        parts: PdWorkerParts,
+        transport: Arc<dyn Transport>,
+        tracer: Tracer,
+    ) -> Result<Self, ConnectorError> {
         let tier: Option<Arc<dyn Tier>> = match parts.config.limits().tier_bytes {
             0 => None,
             bytes => Some(Arc::new(HostTier::new(parts.cache.layout(), bytes).map_err(|error| {
@@ -229,7 +251,7 @@ impl PdWorker {
                 ConnectorError::Caches { problem }
             })?)),
         };
-        Self::start_with_tier(parts, transport, tier)
+        Self::launch(parts, transport, tier, tracer)
     }
 
     /// The same with another tier than `tier_bytes` asks for, or none.
@@ -240,6 +262,15 @@ impl PdWorker {
         parts: PdWorkerParts,
         transport: Arc<dyn Transport>,
         tier: Option<Arc<dyn Tier>>,
+    ) -> Result<Self, ConnectorError> {
+        Self::launch(parts, transport, tier, Tracer::off())
+    }
+
+    fn launch(
+        parts: PdWorkerParts,
+        transport: Arc<dyn Transport>,
+        tier: Option<Arc<dyn Tier>>,
+        tracer: Tracer,
     ) -> Result<Self, ConnectorError> {
         let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
         let regions = crate::raw::register(&*transport, &parts.cache, 0)?;
@@ -254,11 +285,13 @@ impl PdWorker {
             results: Mutex::new(StepResults::empty(tp_rank)),
             reached: Mutex::default(),
             metrics: parts.metrics,
+            link: Mutex::new(LinkRate::new(parts.config.network().link_gbps)),
+            tracer,
         });
         let (inputs, inbox) = bounded(INPUTS);
         let (messages_out, messages) = bounded(MESSAGES);
         let (wake, wakes) = bounded(1);
-        let step = StepProgress::new(&caches);
+        let step = StepProgress::new(&caches, parts.config.layer_group().map(std::num::NonZero::get));
         let keeping = tier.map(|tier| keeping(tier, &caches, &inputs)).transpose()?;
         let driver = Driver::new(
             parts.config,
@@ -407,8 +440,8 @@ impl Worker for PdWorker {
         for save in meta.saves {
             self.command(Command::Lease(save))?;
         }
-        for (transfer, rect) in ready {
-            self.command(Command::Computed { transfer, rect })?;
+        for handed in ready {
+            self.command(Command::Computed(handed))?;
         }
         for restore in meta.tier.restores {
             self.command(Command::Restore(restore))?;
@@ -435,8 +468,12 @@ impl Worker for PdWorker {
         let mut failed = Vec::new();
         let mut exposed = Duration::ZERO;
         for request in self.step.reading() {
+            let began = self.board.tracer.start();
             let (ready, waited) = self.board.progress.wait(request, local);
             exposed += waited;
+            if let Some(began) = began.filter(|_| waited >= LEAST_WAIT) {
+                self.board.tracer.record(|| Span::since(began, Kind::Wait).request(request));
+            }
             if !ready {
                 failed.push(request.clone());
             }
@@ -449,18 +486,23 @@ impl Worker for PdWorker {
         match ready {
             Ready::Now => {}
         }
-        for (transfer, rect) in self.step.layer_saved(layer) {
+        let ready = self.step.layer_saved(layer, || *self.board.link());
+        self.step.draw_layers(&self.board.tracer, &ready);
+        for handed in ready {
             // Fails only when the driver has ended, and then nobody waits for the bytes.
-            let _ = self.command(Command::Computed { transfer, rect });
+            let _ = self.command(Command::Computed(handed));
         }
     }
 
     fn wait_saved(&mut self) {
+        let ready = self.step.all_saved();
         if let Some(exposed) = self.step.take_waited() {
             self.board.metrics.exposed_wait_seconds.observe(exposed);
         }
-        for (transfer, rect) in self.step.all_saved() {
-            let _ = self.command(Command::Computed { transfer, rect });
+        self.step.draw_layers(&self.board.tracer, &ready);
+        self.step.draw_step(&self.board.tracer);
+        for handed in ready {
+            let _ = self.command(Command::Computed(handed));
         }
         self.hand_over_blocks();
     }
@@ -544,5 +586,7 @@ fn pump(transport: &dyn Transport, inputs: &Sender<Input>, running: &AtomicBool)
 const INPUTS: usize = 1024;
 /// Messages of peers' engines that wait for this engine, of at most 1 MiB each.
 const MESSAGES: usize = 256;
+/// A shorter wait for a layer is a look-up: it is not drawn in a timeline.
+const LEAST_WAIT: Duration = Duration::from_micros(20);
 /// How long the pump waits before it looks whether it should end.
 const PUMP_WAIT: Duration = Duration::from_millis(50);

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::CopyPlan;
@@ -18,6 +19,7 @@ use super::jobs::{Job, JobDone, TierJob, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
 use crate::config::Limits;
 use crate::metrics;
+use crate::trace::{Kind, Span};
 
 /// All writes that have not ended.
 #[derive(Debug)]
@@ -31,7 +33,9 @@ pub(super) struct Posting {
     later: VecDeque<Waiting>,
     /// Writes that wait for room in the transport.
     ready: VecDeque<(WriteKey, Write)>,
-    posted: BTreeMap<PostId, WriteKey>,
+    posted: BTreeMap<PostId, Posted>,
+    /// When each peer's link was last seen to have brought a write across.
+    link_free: BTreeMap<PeerId, Instant>,
 }
 
 /// Where a write goes, from its plan to its end.
@@ -42,6 +46,13 @@ struct Pending {
     rect: Rect,
     bytes: u64,
     cancelled: bool,
+}
+
+/// A write that the transport has.
+#[derive(Debug)]
+struct Posted {
+    write: WriteKey,
+    at: Instant,
 }
 
 #[derive(Debug)]
@@ -68,7 +79,21 @@ impl Posting {
             later: VecDeque::new(),
             ready: VecDeque::new(),
             posted: BTreeMap::new(),
+            link_free: BTreeMap::new(),
         }
+    }
+
+    /// How long a write that was posted `at` and has ended occupied its peer's link: writes to a peer go one after another, so it
+    /// had the link from its post, or from the end of the one before it.
+    fn occupied(&mut self, peer: &PeerId, at: Instant) -> Duration {
+        let now = Instant::now();
+        let from = self.link_free.get(peer).map_or(at, |&free| free.max(at));
+        match self.posted.is_empty() {
+            // The next write begins after this moment, and peers that are gone are forgotten.
+            true => self.link_free.clear(),
+            false => drop(self.link_free.insert(peer.clone(), now)),
+        }
+        now.saturating_duration_since(from)
     }
 
     /// Whether transfers have work that waits for a mover.
@@ -192,9 +217,11 @@ impl Driver {
             self.posted(write, PostOutcome::Lost);
             return true;
         }
+        // Before the call: its end may be reported before it returns.
+        let at = Instant::now();
         match self.transport.post(&pending.peer, request) {
             Ok(post) => {
-                self.posting.posted.insert(post, write);
+                self.posting.posted.insert(post, Posted { write, at });
                 true
             }
             Err(error) => match error.reason {
@@ -218,12 +245,21 @@ impl Driver {
 
     /// The transport ended a post.
     pub(super) fn post_ended(&mut self, post: PostId, outcome: Result<(), TransportError>) {
-        let Some(write) = self.posting.posted.remove(&post) else { return };
+        let Some(Posted { write, at }) = self.posting.posted.remove(&post) else { return };
         let outcome = match outcome {
             Ok(()) => {
                 if let Some(pending) = self.posting.writes.get(&write) {
-                    self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(pending.bytes);
+                    let (peer, rect, bytes) = (pending.peer.clone(), pending.rect, pending.bytes);
+                    let took = self.posting.occupied(&peer, at);
+                    self.board.link().observe(bytes, took);
+                    if let Some(entry) = self.sending.get_mut(&write.transfer) {
+                        entry.overlap.shipped(took, bytes);
+                    }
+                    self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(bytes);
                     self.board.metrics.chunks_total.at(metrics::Side::Send).add(1);
+                    let WriteKey { transfer, generation, sequence } = write;
+                    let span = || Span::since(at, Kind::Ship).transfer(transfer).chunk(generation, sequence);
+                    self.board.tracer.record(|| span().rect(rect).bytes(bytes));
                 }
                 PostOutcome::Taken
             }

@@ -17,6 +17,7 @@ use super::window::{GrantedWindow, Windows};
 use crate::contract::RequestId;
 use crate::metrics;
 use crate::pd::caches::Caches;
+use crate::trace::{Kind, Span};
 
 /// What one prefill rank sends into this worker's pages.
 #[derive(Debug)]
@@ -347,7 +348,7 @@ impl Driver {
         let Some(entry) = self.receiving.get_mut(&transfer).filter(|entry| entry.verifying == 0) else { return };
         let Some(end) = entry.end.take() else { return };
         entry.over = true;
-        let (load, elapsed) = (entry.load, now.since(entry.began));
+        let (load, began, elapsed) = (entry.load, entry.began, now.since(entry.began));
         let reason = match (&end.verdict, &entry.refusal) {
             (Verdict::Done, _) => None,
             (_, Some(refusal)) => Some(refusal.clone()),
@@ -355,6 +356,10 @@ impl Driver {
         };
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "part ended");
+        if let Some(load) = self.loads.get(&load) {
+            let span = || Span::since(self.instant(began), Kind::Load).transfer(transfer).request(&load.request);
+            self.board.tracer.record(span);
+        }
         self.part_landed(load, transfer, end.good_until_token, reason);
     }
 }

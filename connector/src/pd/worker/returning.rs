@@ -24,6 +24,7 @@ use kvferry_transport::Transport;
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
 use super::sending::{PartTo, Sending};
+use super::step::Handed;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::{Offered, Refuse, RequestId, Return, Save, Take};
 use crate::metrics::{self, ReturnRefusal, TierDrop};
@@ -126,7 +127,7 @@ impl Driver {
         self.sending.insert(transfer, entry);
         self.count_live();
         self.begin_with(transfer, peer.clone());
-        self.part_computed(transfer, rect);
+        self.part_computed(transfer, &Handed { transfer, rect, compute: Duration::ZERO });
         // The peer's rank 0 is asked, for all of them: what it takes, they grant.
         if rank == TpRank::new(0) {
             let spare = Spare { transfer, first_token: rect.tokens().start, tokens_per_block, hashes };

@@ -9,10 +9,13 @@ use kvferry_protocol::transfer::{InputError, Rect, Sender, SenderOutput, Time};
 use kvferry_protocol::{BlockId, Generation, PeerId, TpRank, TransferId};
 
 use super::driver::{Driver, Side};
+use super::overlap::Overlap;
+use super::step::Handed;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::{RequestId, Save};
 use crate::metrics;
 use crate::pd::caches::Caches;
+use crate::trace::{Kind, Span};
 
 /// What one decode rank reads of a request's KV.
 #[derive(Debug)]
@@ -24,6 +27,8 @@ pub(super) struct Sending {
     /// The rank that reads, and how many its engine has.
     pub(super) reader: TpRank,
     pub(super) readers: u16,
+    /// Which heads it carries.
+    heads: Range<u16>,
     /// The receiver, once it is known.
     pub(super) peer: Option<PeerId>,
     /// The lease was told of the end, and nothing of this part reads the pages.
@@ -42,6 +47,7 @@ pub(super) struct Sending {
     /// When the first write was asked for, and when the engine handed over the last part.
     first_post: Option<Time>,
     last_computed: Time,
+    pub(super) overlap: Overlap,
     span: tracing::Span,
 }
 
@@ -63,6 +69,7 @@ impl Sending {
             request,
             reader: part.rank,
             readers: save.readers,
+            heads: part.heads.clone(),
             peer: None,
             over: false,
             returns: false,
@@ -73,6 +80,7 @@ impl Sending {
             began,
             first_post: None,
             last_computed: began,
+            overlap: Overlap::default(),
             span,
         }
     }
@@ -147,8 +155,8 @@ impl Driver {
     }
 
     /// Part of a request's KV is in the cache.
-    pub(super) fn part_computed(&mut self, transfer: TransferId, rect: Rect) {
-        let now = self.now();
+    pub(super) fn part_computed(&mut self, transfer: TransferId, handed: &Handed) {
+        let (now, Handed { rect, compute, .. }) = (self.now(), *handed);
         let Some(entry) = self.sending.get_mut(&transfer).filter(|entry| !entry.over) else { return };
         let per_block = self.caches.tokens_per_block();
         let blocks = (rect.tokens().start / per_block) as usize..rect.tokens().end.div_ceil(per_block) as usize;
@@ -160,6 +168,8 @@ impl Driver {
             Ok(guards) => {
                 entry.guards.extend(guards);
                 entry.last_computed = now;
+                let layer_bytes = rect.tokens().len() as u64 * self.caches.bytes_per_cell(&entry.heads);
+                entry.overlap.computed(compute, layer_bytes);
                 self.with_sending(transfer, |entry, now| entry.machine.computed(now, rect));
             }
             Err(problem) => {
@@ -227,14 +237,20 @@ impl Driver {
         let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         entry.over = true;
-        let (lease, returns, elapsed) = (entry.lease, entry.returns, now.since(entry.began));
+        let (lease, returns, request, began) = (entry.lease, entry.returns, entry.request.clone(), entry.began);
+        let elapsed = now.since(began);
         if let (Verdict::Done, Some(first), false) = (verdict, entry.first_post, returns) {
             let metrics = &self.board.metrics;
             metrics.wire_seconds.observe(now.since(first));
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
+            metrics.transfer_compute_seconds.observe(entry.overlap.compute);
+            metrics.transfer_link_seconds.observe(entry.overlap.link);
+            metrics.unhideable_transfer_seconds.observe(entry.overlap.unhideable());
         }
         self.count_end(metrics::Side::Send, verdict, elapsed);
         tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "part ended");
+        let span = || Span::since(self.instant(began), Kind::Send).transfer(transfer).request(&request);
+        self.board.tracer.record(span);
         match returns {
             true => self.return_ended(transfer, verdict),
             false => self.part_sent(lease, transfer),
