@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -58,7 +58,7 @@ pub enum PdError {
 }
 
 impl PdNode {
-    /// Starts an engine and its connector. With `peer`, that prefill node is reached ahead of requests.
+    /// Starts an engine and its connector. The prefill nodes at `peers` are reached ahead of requests.
     ///
     /// # Errors
     /// [`PdError`].
@@ -66,7 +66,7 @@ impl PdNode {
         model: &LoadedModel,
         node: &NodeConfig,
         raw: RawConfig,
-        peer: Option<SocketAddr>,
+        peers: &[SocketAddr],
     ) -> Result<Self, PdError> {
         let config = ConnectorConfig::try_from((raw, Incarnation::new(random_bits()? as u64)))?;
         let node = NodeConfig { on_load_failure: config.load_failure_policy(), ..*node };
@@ -77,7 +77,7 @@ impl PdNode {
         let metrics = Arc::new(Metrics::new());
         let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
         let worker = PdWorker::start(parts, transport)?;
-        if let Some(peer) = peer {
+        for &peer in peers {
             worker.handle().connect(PeerAddress::Tcp(peer))?;
         }
         let (address, messages, connector) = (worker.local_address(), worker.messages().clone(), worker.handle());
@@ -180,19 +180,36 @@ impl PrefillDesk {
     }
 }
 
-/// Sends every prompt to one prefill node.
-#[derive(Clone, Copy, Debug)]
+/// Sends prompts to prefill nodes in turn, and passes over one that has no session while another has.
+#[derive(Debug)]
 pub struct PrefillRouter {
-    /// Where its worker listens.
-    pub prefill: SocketAddr,
+    prefill: Vec<SocketAddr>,
+    connector: PdHandle,
+    turns: AtomicUsize,
+}
+
+impl PrefillRouter {
+    /// A router to the workers that listen at `prefill`, for the engine beside `connector`.
+    #[must_use]
+    pub fn new(prefill: Vec<SocketAddr>, connector: PdHandle) -> Self {
+        Self { prefill, connector, turns: AtomicUsize::new(0) }
+    }
+
+    /// The next node in turn; if none is reached at this moment, one that may be soon.
+    fn next(&self) -> Option<PeerAddress> {
+        let first = self.turns.fetch_add(1, Ordering::Relaxed) % self.prefill.len().max(1);
+        let mut in_turn = self.prefill[first..].iter().chain(&self.prefill[..first]).map(|&at| PeerAddress::Tcp(at));
+        in_turn.clone().find(|&at| self.connector.reaches(at)).or_else(|| in_turn.next())
+    }
 }
 
 impl Router for PrefillRouter {
     fn route(&self, prompt: &[u32]) -> Result<Option<TransferParams>, RouteError> {
         let refuse = |problem: String| RouteError { problem };
+        let Some(from) = self.next() else { return Ok(None) };
         let transfer = TransferId::new(random_bits().map_err(|error| refuse(error.to_string()))?);
         let ask = Ask { transfer, tokens: prompt.to_vec() }.encode().map_err(|error| refuse(error.to_string()))?;
-        Ok(Some(TransferParams::Fetch { transfer, from: PeerAddress::Tcp(self.prefill), ask }))
+        Ok(Some(TransferParams::Fetch { transfer, from, ask }))
     }
 }
 

@@ -45,16 +45,16 @@ async fn a_prompt_that_prefill_refuses_is_computed_by_decode_or_fails_at_once() 
     };
     let want = generate(&model.start_local(&node(64)).unwrap().handle(), submission(None)).await.unwrap();
     // One block: no cache for this prompt.
-    let prefill = Arc::new(PdNode::start(&model, &node(1), connector("prefill", "recompute"), None).unwrap());
+    let prefill = Arc::new(PdNode::start(&model, &node(1), connector("prefill", "recompute"), &[]).unwrap());
     let PeerAddress::Tcp(address) = prefill.address else { panic!("{:?}", prefill.address) };
     let stop = Arc::new(AtomicBool::new(false));
     let desk = {
         let (prefill, stop) = (Arc::clone(&prefill), Arc::clone(&stop));
         std::thread::spawn(move || prefill.serve_prefill(&stop))
     };
-    let router = PrefillRouter { prefill: address };
     for policy in ["recompute", "fail"] {
-        let decode = PdNode::start(&model, &node(64), connector("decode", policy), Some(address)).unwrap();
+        let decode = PdNode::start(&model, &node(64), connector("decode", policy), &[address]).unwrap();
+        let router = PrefillRouter::new(vec![address], decode.connector.clone());
         let transfer = router.route(&model.tokenizer.encode(PROMPT).unwrap()).unwrap();
         let got = generate(&decode.engine.handle(), submission(transfer)).await.unwrap();
         let state = decode.engine.handle().snapshot().await.unwrap();

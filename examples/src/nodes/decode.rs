@@ -25,9 +25,9 @@ pub struct DecodeOptions {
     engine: EngineOptions,
     #[command(flatten)]
     link: LinkOptions,
-    /// The prefill node that computes prompts
-    #[arg(long, value_name = "IP:PORT")]
-    prefill: Option<SocketAddr>,
+    /// The prefill nodes that compute prompts, in turn; one that is down is passed over
+    #[arg(long, value_name = "IP:PORT,...", value_delimiter = ',')]
+    prefill: Vec<SocketAddr>,
     /// Serve POST /v1/completions there; port 0 takes a free one. The address is printed as one line of JSON
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
@@ -81,13 +81,14 @@ pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
 
 fn start(options: &DecodeOptions, model: &LoadedModel) -> anyhow::Result<Node> {
     let config = options.engine.node();
-    let Some(prefill) = options.prefill else {
+    if options.prefill.is_empty() {
         let (router, metrics) = (Arc::new(LocalRouter), Arc::new(Metrics::new()));
         return Ok(Node { engine: model.start_local(&config)?, router, metrics });
-    };
+    }
     let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
-    let PdNode { engine, metrics, .. } = PdNode::start(model, &config, raw, Some(prefill))?;
-    Ok(Node { engine, router: Arc::new(PrefillRouter { prefill }), metrics })
+    let PdNode { engine, metrics, connector, .. } = PdNode::start(model, &config, raw, &options.prefill)?;
+    let router = Arc::new(PrefillRouter::new(options.prefill.clone(), connector));
+    Ok(Node { engine, router, metrics })
 }
 
 async fn serve(options: &DecodeOptions, model: LoadedModel, node: Node, address: SocketAddr) -> anyhow::Result<()> {

@@ -43,7 +43,7 @@ pub struct PrefillOptions {
 pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
     let raw = options.link.connector(options.config.as_deref(), Role::Prefill, options.listen)?;
     let model = LoadedModel::load(&options.engine.model)?;
-    let node = Arc::new(PdNode::start(&model, &options.engine.node(), raw, None)?);
+    let node = Arc::new(PdNode::start(&model, &options.engine.node(), raw, &[])?);
     let mut metrics = None;
     if let Some(address) = options.metrics {
         let listener = tokio::net::TcpListener::bind(address).await;

@@ -38,6 +38,7 @@ impl Driver {
             self.attach(transfer, &peer, session);
         }
         self.peers.up(peer.clone(), address, session);
+        self.board.reached().extend(address);
         for (transfer, _) in self.transfers_where(|_| false, |entry| entry.peer.as_ref() == Some(&peer)) {
             self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session));
         }
@@ -77,6 +78,7 @@ impl Driver {
         }
         // A peer that has another key, or sent us away, will do so again: what waits for it need not wait for its deadline.
         let Some(address) = address else { return };
+        self.board.reached().remove(&address);
         match reason {
             // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
             TransportError::Authentication { .. } if self.peers.distrust(address) => {

@@ -22,6 +22,7 @@ mod slabs;
 mod step;
 mod window;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -80,13 +81,16 @@ pub struct PdWorker {
 #[derive(Clone, Debug)]
 pub struct PdHandle {
     inputs: Sender<Input>,
+    board: Arc<Board>,
 }
 
-/// What the driver tells the model thread.
+/// What the driver tells the engine's threads.
 #[derive(Debug)]
 struct Board {
     progress: Progress,
     results: Mutex<StepResults>,
+    /// The dialled addresses with a session.
+    reached: Mutex<BTreeSet<PeerAddress>>,
     metrics: Arc<Metrics>,
 }
 
@@ -94,6 +98,10 @@ impl Board {
     /// What the model thread will be told at its next poll.
     fn results(&self) -> MutexGuard<'_, StepResults> {
         self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reached(&self) -> MutexGuard<'_, BTreeSet<PeerAddress>> {
+        self.reached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -187,6 +195,7 @@ impl PdWorker {
         let board = Arc::new(Board {
             progress: Progress::default(),
             results: Mutex::new(StepResults::empty(tp_rank)),
+            reached: Mutex::default(),
             metrics: parts.metrics,
         });
         let (inputs, inbox) = bounded(INPUTS);
@@ -219,7 +228,7 @@ impl PdWorker {
     /// A handle for the engine's other threads.
     #[must_use]
     pub fn handle(&self) -> PdHandle {
-        PdHandle { inputs: self.inputs.clone() }
+        PdHandle { inputs: self.inputs.clone(), board: Arc::clone(&self.board) }
     }
 
     /// What peers' engines said to this one; bounded, the newest are dropped and counted when nobody takes them.
@@ -254,6 +263,12 @@ impl PdHandle {
     /// [`ConnectorError::Ended`].
     pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
         self.command(Command::Connect(address))
+    }
+
+    /// Whether the peer at an address that was dialled has a session at this moment. A router's hint: it may be gone at the next.
+    #[must_use]
+    pub fn reaches(&self, address: PeerAddress) -> bool {
+        self.board.reached().contains(&address)
     }
 
     /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.
