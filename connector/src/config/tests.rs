@@ -44,8 +44,9 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!((network.advertise, network.link_gbps, network.peers.len()), (None, None, 0));
     assert_eq!(network.listen.to_string(), "127.0.0.1:0");
     assert_eq!(network.psk.as_ref().unwrap().expose(), SECRET.as_bytes());
-    let Deadlines { transfer, progress, lease_ttl, verdict, absent } = *config.deadlines();
-    assert_eq!([transfer, progress, lease_ttl, verdict, absent].map(|span| span.as_secs()), [30, 5, 30, 5, 5]);
+    let Deadlines { transfer, progress, lease_ttl, verdict, absent, silence } = *config.deadlines();
+    let spans = [transfer, progress, lease_ttl, verdict, absent, silence];
+    assert_eq!(spans.map(|span| span.as_secs()), [30, 5, 30, 5, 5, 10]);
     let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes } = *config.limits();
     assert_eq!((max_transfers.get(), packed_run_bytes), (1024, None));
     assert_eq!((chunk_bytes, slab_pool_bytes), (4 << 20, 64 << 20));
@@ -74,6 +75,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("lease_ttl_ms", "300"),
         ("verdict_timeout_ms", "400"),
         ("absent_deadline_ms", "500"),
+        ("silence_deadline_ms", "600"),
         ("max_transfers", "5"),
         ("chunk_bytes", "8192"),
         ("packed_run_bytes", "0"),
