@@ -50,6 +50,9 @@ pub struct Cancel {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
+    /// For a keep of which nothing was computed yet, the decode worker that waits for it, if the request named it: it must hear
+    /// of the end, and nothing else would tell it.
+    pub to: Option<PeerId>,
 }
 
 /// One load: a decode side's receive.

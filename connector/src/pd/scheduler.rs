@@ -262,12 +262,14 @@ impl Scheduler for PdScheduler {
         if let Some(load) = self.loads.get_mut(request) {
             load.aborted = true;
             held = Some(load.transfer);
-            self.next.cancels.push(Cancel { request: request.clone(), transfer: load.transfer });
+            self.next.cancels.push(Cancel { request: request.clone(), transfer: load.transfer, to: None });
         }
         if let Some(keep) = self.keeps.get_mut(request) {
             let incomplete = keep.computed < keep.prompt_tokens;
             if how == EngineFinish::Aborted || incomplete {
-                self.next.cancels.push(Cancel { request: request.clone(), transfer: keep.transfer });
+                // Once it has begun, the worker knows whom it is with, and whether it is over.
+                let (request, to) = (request.clone(), keep.to.clone().filter(|_| keep.computed == 0));
+                self.next.cancels.push(Cancel { request, transfer: keep.transfer, to });
             }
             keep.held = true;
             held = Some(keep.transfer);

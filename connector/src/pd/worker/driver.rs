@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver as Inbox, RecvTimeoutError, Sender as Outbox};
-use kvferry_protocol::message::{EngineBytes, Message, Reason, Verdict};
+use kvferry_protocol::message::{Abort, EngineBytes, Message, Reason, Verdict};
 use kvferry_protocol::transfer::{Early, EarlyConfig, InputError, Time};
 use kvferry_protocol::{PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PeerAddress, Transport};
@@ -185,11 +185,15 @@ impl Driver {
         }
     }
 
-    /// Tells a peer, now or when it asks, that a transfer will not be.
+    /// Tells a peer, now and when it asks, that a transfer will not be.
     pub(super) fn decline(&mut self, peer: &PeerId, transfer: TransferId, why: &str) {
-        if let Some(answer) = self.early.decline(self.now(), peer, transfer, why) {
-            self.send(peer, &answer);
+        if self.early.is_declined(peer, transfer) {
+            return;
         }
+        let answer = self.early.decline(self.now(), peer, transfer, why);
+        // It has not spoken yet, or waits for this side to speak first: either way it must not wait for its deadline.
+        let abort = || Message::Abort(Abort { transfer, why: Verdict::failed(Reason::Unknown, why) });
+        self.send(peer, &answer.unwrap_or_else(abort));
     }
 
     /// An input that a machine did not take: late, duplicate or unknown. It was counted and changed nothing.
@@ -207,7 +211,11 @@ impl Driver {
 
     fn cancel(&mut self, cancel: &Cancel) {
         if !self.receiving.contains_key(&cancel.transfer) && !self.sending.contains_key(&cancel.transfer) {
-            // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
+            // Nothing was begun for it, or it is over. A peer that waits for it would wait for its whole deadline.
+            if let Some(peer) = cancel.to.as_ref().or_else(|| self.early.peer_of(cancel.transfer)).cloned() {
+                self.decline(&peer, cancel.transfer, "the engine gave the request up before its transfer began");
+            }
+            // The scheduler waits for a word all the same.
             self.board.results().sent.push(cancel.request.clone());
             return;
         }
