@@ -333,9 +333,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             let accepted = self.connector.allocated(&request.seen, blocks.ids(), 0, brought);
             request.blocks = Some(blocks);
             request.brought = brought as usize;
-            // The last token is always computed here: its logits choose the first of the answer.
-            let most = request.tokens.len() - usize::from(request.submission.max_tokens > 0);
-            request.computed = request.brought.min(most);
+            request.computed = request.brought.min(request.most_brought());
             match matched {
                 Match::Async(_) => self.loading.push(request),
                 _ => self.running.push(request),
@@ -395,7 +393,8 @@ impl<C: contract::Scheduler> Scheduler<C> {
             self.running.push(request);
         }
         let request = self.running.iter_mut().find(|request| request.seen.id == id)?;
-        let good = (good_tokens as usize).min(request.computed);
+        // The step that this verdict voids may have computed the last token already, and all before it may be good.
+        let good = (good_tokens as usize).min(request.computed).min(request.most_brought());
         tracing::warn!(request = %id, good_tokens, reason, "KV was lost in transit; computing the rest here");
         self.recomputed += request.brought.saturating_sub(good) as u64;
         request.brought = request.brought.min(good);
@@ -461,6 +460,11 @@ pub struct Snapshot {
 }
 
 impl Request {
+    /// Tokens whose KV may come from elsewhere: the last one is always computed here, since its logits choose the next.
+    fn most_brought(&self) -> usize {
+        self.tokens.len() - usize::from(self.submission.max_tokens > 0)
+    }
+
     fn block_ids(&self) -> &[BlockId] {
         self.blocks.as_ref().map_or(&[], BlockTable::ids)
     }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
-use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Verdict};
+use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Reason, Verdict};
 use kvferry_protocol::transfer::{
     Coverage, GrantRefusal, InputError, Receiver, ReceiverConfig, ReceiverEnd, ReceiverOutput, Rect, Time,
 };
@@ -374,26 +374,29 @@ impl Driver {
         let elapsed = now.since(began);
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "load ended");
-        if end.verdict == Verdict::Done {
+        let per_block = self.caches.tokens_per_block();
+        let Some(good_tokens) = good_prefix(&end, &tokens, per_block) else {
             self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
             self.board.progress.ended(&request, Ended::Loaded);
             self.board.results().loaded.push(request);
             return;
-        }
-        // The transfer may have begun behind a local prefix, which is good as it is.
-        let per_block = self.caches.tokens_per_block();
-        let good_tokens = if end.good_until_token < tokens.end {
-            end.good_until_token / per_block * per_block
-        } else {
-            end.good_until_token
         };
         let good = (good_tokens.saturating_sub(tokens.start)).div_ceil(per_block) as usize;
         let (blocks, reason) = {
             let entry = &self.receiving[&transfer];
-            let reason = entry.refusal.clone().unwrap_or_else(|| end.verdict.to_string());
+            let reason = entry.refusal.clone().unwrap_or_else(|| self.reason(&end.verdict, entry.from));
             (entry.blocks[..good.min(entry.blocks.len())].to_vec(), reason)
         };
         self.report_failure(&request, good_tokens, &blocks, reason);
+    }
+
+    /// Why a load ended, with what is known of a peer that never came.
+    fn reason(&self, verdict: &Verdict, from: PeerAddress) -> String {
+        let is_absent = matches!(verdict, Verdict::Failed(failure) if failure.reason == Reason::PeerAbsent);
+        match self.peers.why_missed(from).filter(|_| is_absent) {
+            Some(why) => format!("{verdict}; the last attempt: {why}"),
+            None => verdict.to_string(),
+        }
     }
 
     fn report_failure(&self, request: &RequestId, good_tokens: u32, good_blocks: &[BlockId], reason: String) {
@@ -407,5 +410,36 @@ impl Driver {
     }
 }
 
+/// Leading tokens that are good after a load that misses some, in whole blocks; `None` if it misses none. A deadline may come between
+/// the last byte and its digest: the verdict is that of the deadline then, but the engine has all it asked for.
+fn good_prefix(end: &ReceiverEnd, tokens: &Range<u32>, per_block: u32) -> Option<u32> {
+    // The transfer may have begun behind a local prefix, which is good as it is.
+    let misses = end.verdict != Verdict::Done && end.good_until_token < tokens.end;
+    misses.then(|| end.good_until_token / per_block * per_block)
+}
+
 /// Cuts of the session that one transfer survives; each costs a handshake and what was in flight.
 const MAX_CUTS: u32 = 8;
+
+#[cfg(test)]
+mod tests {
+    use kvferry_protocol::message::Reason;
+
+    use super::*;
+
+    #[test]
+    fn a_load_that_misses_nothing_is_loaded_whatever_its_verdict() {
+        let stalled = || Verdict::failed(Reason::Stalled, "nothing for a while");
+        for (name, verdict, good_until_token, want) in [
+            ("done", Verdict::Done, 40, None),
+            ("stalled between the last byte and its digest", stalled(), 40, None),
+            ("cancelled with all of it there", Verdict::Cancelled, 40, None),
+            ("stalled in a block", stalled(), 39, Some(36)),
+            ("stalled at a block's end", stalled(), 36, Some(36)),
+            ("stalled at once, behind a local prefix", stalled(), 8, Some(8)),
+        ] {
+            let end = ReceiverEnd { verdict, good: Vec::new(), good_until_token };
+            assert_eq!(good_prefix(&end, &(8..40), 4), want, "{name}");
+        }
+    }
+}
