@@ -127,14 +127,26 @@ impl Cluster {
     /// Sends `count` requests to decode nodes at once.
     #[must_use]
     pub fn load(&self, count: usize, chance: &mut Chance) -> Load {
+        let from = self.carried();
         let clients = (0..count).map(|_| {
             let node = chance.below(self.decode.len() as u64) as usize;
-            let request = Ask::draw(chance);
-            let (complete, asked) = (self.decode[node].client(), request.clone());
-            let thread = std::thread::spawn(move || complete(&asked.prompt, asked.max_tokens));
-            Client { node, request, thread }
+            self.client(node, chance)
         });
-        Load { clients: clients.collect(), from: self.carried() }
+        Load { clients: clients.collect(), from }
+    }
+
+    /// Sends `count` requests to one decode node at once.
+    #[must_use]
+    pub fn load_on(&self, node: usize, count: usize, chance: &mut Chance) -> Load {
+        let from = self.carried();
+        Load { clients: (0..count).map(|_| self.client(node, chance)).collect(), from }
+    }
+
+    fn client(&self, node: usize, chance: &mut Chance) -> Client {
+        let request = Ask::draw(chance);
+        let (complete, asked) = (self.decode[node].client(), request.clone());
+        let thread = std::thread::spawn(move || complete(&asked.prompt, asked.max_tokens));
+        Client { node, request, thread }
     }
 
     /// Waits for a moment in the traffic of a load that chance picks: between its first messages, in the middle of its bytes, or

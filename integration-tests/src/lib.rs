@@ -6,6 +6,7 @@ mod cluster;
 mod http;
 mod node;
 mod reference;
+mod soak;
 mod storm;
 
 pub use chance::Chance;
@@ -13,4 +14,5 @@ pub use cluster::{Ask, Cluster, Load};
 pub use http::{Answer, HttpError};
 pub use node::{Node, PATIENCE, Setup, wait_until};
 pub use reference::Reference;
-pub use storm::{Round, Rounds};
+pub use soak::{Latency, SoakOptions, SoakReport, Usage, soak};
+pub use storm::{Round, Rounds, Tally};

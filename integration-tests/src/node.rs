@@ -1,5 +1,6 @@
 //! A node as a child process.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
@@ -22,13 +23,14 @@ pub struct Setup {
     program: PathBuf,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
+    is_quiet: bool,
 }
 
 impl Setup {
     /// A node of the embedded model with short deadlines, as `program` (the test crate's binary `node`).
     #[must_use]
     pub fn new(program: impl Into<PathBuf>) -> Self {
-        Self { program: program.into(), arguments: Vec::new(), environment: Vec::new() }
+        Self { program: program.into(), arguments: Vec::new(), environment: Vec::new(), is_quiet: false }
             .env("KVFERRY_PSK", "a key for the whole cluster")
             .env("KVFERRY_TRANSFER_DEADLINE_MS", "20000")
             .env("KVFERRY_ABSENT_DEADLINE_MS", "1500")
@@ -44,11 +46,32 @@ impl Setup {
         self
     }
 
+    /// Does not repeat what nodes log.
+    #[must_use]
+    pub fn quiet(mut self, is_quiet: bool) -> Self {
+        self.is_quiet = is_quiet;
+        self
+    }
+
     /// Sets an environment variable.
     #[must_use]
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
+    }
+
+    /// What a prefill node says that does not start.
+    ///
+    /// # Panics
+    /// If it starts.
+    #[must_use]
+    pub fn refusal(&self) -> String {
+        let mut command = Command::new(&self.program);
+        command.arg("prefill").args(&self.arguments).arg("--exit-with-stdin");
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        let output = command.stdin(Stdio::null()).output().expect("the node's binary was built with this test");
+        assert!(!output.status.success(), "it started");
+        String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
     /// Starts a prefill node on a free port.
@@ -92,7 +115,8 @@ struct Log(Mutex<LogState>);
 
 #[derive(Debug, Default)]
 struct LogState {
-    lines: u64,
+    /// The last ones.
+    lines: VecDeque<String>,
     /// Lines at ERROR, and what a panic says.
     errors: Vec<String>,
 }
@@ -111,7 +135,7 @@ impl Node {
             .stderr(Stdio::piped())
             .spawn()
             .expect("the node's binary was built with this test");
-        let log = Log::of(&mut child, role);
+        let log = Log::of(&mut child, role, setup.is_quiet);
         let mut line = String::new();
         let stdout = child.stdout.take().expect("piped");
         BufReader::new(stdout).read_line(&mut line).expect("the node speaks");
@@ -189,10 +213,10 @@ impl Node {
         assert!(errors.is_empty(), "{who} logged {errors:#?}");
     }
 
-    /// How many lines it has logged.
+    /// How many of the lines that it logged contain a text; of the last ten thousand.
     #[must_use]
-    pub fn logged(&self) -> u64 {
-        self.log.lock().lines
+    pub fn logged(&self, text: &str) -> usize {
+        self.log.lock().lines.iter().filter(|line| line.contains(text)).count()
     }
 
     /// File descriptors that the process has open.
@@ -292,18 +316,24 @@ impl Node {
 
 impl Log {
     /// Reads what a child says, repeats it for the test's own output, and keeps what a person would have to look at.
-    fn of(child: &mut Child, role: &str) -> Arc<Self> {
+    fn of(child: &mut Child, role: &str, is_quiet: bool) -> Arc<Self> {
         let log = Arc::new(Self::default());
         let stderr = child.stderr.take().expect("piped");
         let (of_thread, name) = (Arc::clone(&log), format!("{role} {}", child.id()));
         std::thread::spawn(move || {
             for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                eprintln!("[{name}] {line}");
-                let mut state = of_thread.lock();
-                state.lines += 1;
-                if line.contains(" ERROR ") || line.contains("panicked at") {
-                    state.errors.push(line);
+                let is_error = line.contains(" ERROR ") || line.contains("panicked at");
+                if is_error || !is_quiet {
+                    eprintln!("[{name}] {line}");
                 }
+                let mut state = of_thread.lock();
+                if is_error {
+                    state.errors.push(line.clone());
+                }
+                if state.lines.len() == LOG_LINES {
+                    state.lines.pop_front();
+                }
+                state.lines.push_back(line);
             }
         });
         log
@@ -321,6 +351,9 @@ impl Drop for Node {
         let _ = self.child.wait();
     }
 }
+
+/// Lines of a node's log that are kept.
+const LOG_LINES: usize = 10_000;
 
 /// Asks again and again until `done`.
 ///

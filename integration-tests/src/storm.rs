@@ -15,6 +15,25 @@ pub struct Rounds {
     pub seed: u64,
 }
 
+/// What nodes counted: transfers by their end, and what went wrong on the way.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Tally {
+    /// Transfers received whole.
+    pub done: f64,
+    /// Transfers that failed for the receiver.
+    pub failed: f64,
+    /// Transfers that were cancelled, on either side.
+    pub cancelled: f64,
+    /// Prompt tokens that decode nodes computed after a failed transfer.
+    pub recomputed_tokens: f64,
+    /// Sessions that ended.
+    pub sessions_lost: f64,
+    /// Chunks that did not match their digest.
+    pub digest_mismatches: f64,
+    /// Chunks that waited for a slab.
+    pub slab_waits: f64,
+}
+
 /// One round: the nodes, and what chance decides in it.
 pub struct Round<'a> {
     /// The nodes and links.
@@ -44,7 +63,8 @@ impl Rounds {
         }
     }
 
-    /// Runs rounds of a fault on clusters of `prefill` and `decode` nodes; after each all must be as it was at first.
+    /// Runs rounds of a fault on clusters of `prefill` and `decode` nodes; after each all must be as it was at first. Returns what
+    /// the nodes counted, so that a fault which touched nothing is found out.
     ///
     /// # Panics
     /// If a round fails; a line on standard error says how to run it again.
@@ -54,28 +74,67 @@ impl Rounds {
         setup: &Setup,
         (prefill, decode): (usize, usize),
         round: impl Fn(&mut Round<'_>) + Sync,
-    ) {
+    ) -> Tally {
         eprintln!("KVFERRY_FAULT_SEED={} KVFERRY_FAULT_ROUNDS={} runs {name} again", self.seed, self.count);
         let seed = name.bytes().fold(self.seed, |seed, byte| Chance::new(seed ^ u64::from(byte)).draw());
         let reference = Arc::new(Reference::new(kvferry_kernels::KvDtype::F16));
         // Rounds mostly wait: two clusters take half the time.
-        std::thread::scope(|scope| {
-            for lane in 0..LANES {
-                let (round, reference) = (&round, Arc::clone(&reference));
-                scope.spawn(move || {
-                    let mut cluster = Cluster::new(setup, prefill, decode, reference);
-                    for number in (lane..self.count).step_by(LANES as usize) {
-                        let _said = SaidOnPanic { name, number };
-                        let chance = Chance::new(seed).part(number);
-                        let mut this = Round { cluster: &mut cluster, chance, number };
-                        round(&mut this);
-                        let mut chance = this.chance;
-                        cluster.heal();
-                        cluster.settle(&mut chance);
-                    }
-                });
-            }
+        let tally = std::thread::scope(|scope| {
+            let lanes: Vec<_> = (0..LANES)
+                .map(|lane| {
+                    let (round, reference) = (&round, Arc::clone(&reference));
+                    scope.spawn(move || {
+                        let mut cluster = Cluster::new(setup, prefill, decode, reference);
+                        for number in (lane..self.count).step_by(LANES as usize) {
+                            let _said = SaidOnPanic { name, number };
+                            let chance = Chance::new(seed).part(number);
+                            let mut this = Round { cluster: &mut cluster, chance, number };
+                            round(&mut this);
+                            let mut chance = this.chance;
+                            cluster.heal();
+                            cluster.settle(&mut chance);
+                        }
+                        Tally::of(&cluster)
+                    })
+                })
+                .collect();
+            let of_lane = |lane: std::thread::ScopedJoinHandle<'_, Tally>| {
+                lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            lanes.into_iter().map(of_lane).fold(Tally::default(), Tally::plus)
         });
+        eprintln!("{name}: {tally:?}");
+        tally
+    }
+}
+
+impl Tally {
+    /// What the nodes of a cluster counted since they started.
+    #[must_use]
+    pub fn of(cluster: &Cluster) -> Self {
+        let nodes = || cluster.prefill().iter().chain(cluster.decode());
+        let sum = |name: &str, label: &str| nodes().map(|node| node.metric(&format!("kvferry_{name}"), label)).sum();
+        Self {
+            done: sum("transfers_done_total", "side=\"receive\""),
+            failed: sum("transfers_failed_total", "side=\"receive\""),
+            cancelled: sum("transfers_cancelled_total", ""),
+            recomputed_tokens: sum("recomputed_tokens_total", ""),
+            sessions_lost: sum("sessions_lost_total", ""),
+            digest_mismatches: sum("digest_mismatches_total", ""),
+            slab_waits: sum("slab_waits_total", ""),
+        }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self {
+            done: self.done + other.done,
+            failed: self.failed + other.failed,
+            cancelled: self.cancelled + other.cancelled,
+            recomputed_tokens: self.recomputed_tokens + other.recomputed_tokens,
+            sessions_lost: self.sessions_lost + other.sessions_lost,
+            digest_mismatches: self.digest_mismatches + other.digest_mismatches,
+            slab_waits: self.slab_waits + other.slab_waits,
+        }
     }
 }
 

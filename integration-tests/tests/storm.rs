@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kvferry_integration_tests::{Round, Rounds, Setup};
+use kvferry_integration_tests::{Round, Rounds, Setup, Tally};
 use kvferry_transport::testing::{Flow, Towards};
 
 /// How long a peer may be silent before its session is given up.
@@ -21,8 +21,15 @@ fn setup() -> Setup {
         .env("KVFERRY_SILENCE_DEADLINE_MS", &SILENCE.as_millis().to_string())
 }
 
-fn storm(name: &str, nodes: (usize, usize), round: impl Fn(&mut Round<'_>) + Sync) {
-    Rounds::from_env().run(name, &setup(), nodes, round);
+fn storm(name: &str, nodes: (usize, usize), round: impl Fn(&mut Round<'_>) + Sync) -> Tally {
+    let tally = Rounds::from_env().run(name, &setup(), nodes, round);
+    assert!(tally.done > 0.0, "{name}: nothing travelled: {tally:?}");
+    tally
+}
+
+/// Fails if a fault touched nothing.
+fn bit(tally: Tally, how: impl Fn(Tally) -> f64) {
+    assert!(how(tally) > 0.0, "the fault touched nothing: {tally:?}");
 }
 
 fn direction(round: &mut Round<'_>) -> Towards {
@@ -31,28 +38,30 @@ fn direction(round: &mut Round<'_>) -> Towards {
 
 #[test]
 fn prefill_killed_and_started_anew_at_its_address() {
-    storm("prefill killed", (1, 1), |round| {
+    let tally = storm("prefill killed", (1, 1), |round| {
         let load = round.load_until_moment();
         round.cluster.restart_prefill(0);
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.sessions_lost);
 }
 
 #[test]
 fn decode_killed_and_started_anew() {
-    storm("decode killed", (1, 1), |round| {
+    let tally = storm("decode killed", (1, 1), |round| {
         let load = round.load_until_moment();
         round.cluster.restart_decode(0);
         round.check(load, &[0]);
         round.serve();
     });
+    bit(tally, |tally| tally.sessions_lost);
 }
 
 /// What it still had to say comes late, when its receiver's pages have other owners.
 #[test]
 fn prefill_stopped_and_continued() {
-    storm("prefill stopped", (1, 1), |round| {
+    let tally = storm("prefill stopped", (1, 1), |round| {
         let load = round.load_until_moment();
         round.cluster.prefill()[0].stop();
         if round.chance.one_in(3) {
@@ -68,11 +77,12 @@ fn prefill_stopped_and_continued() {
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.recomputed_tokens);
 }
 
 #[test]
 fn decode_stopped_and_continued() {
-    storm("decode stopped", (1, 1), |round| {
+    let tally = storm("decode stopped", (1, 1), |round| {
         let load = round.load_until_moment();
         round.cluster.decode()[0].stop();
         if round.chance.one_in(3) {
@@ -85,11 +95,12 @@ fn decode_stopped_and_continued() {
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.failed + tally.cancelled);
 }
 
 #[test]
 fn a_link_cut_and_healed() {
-    storm("link cut", (1, 1), |round| {
+    let tally = storm("link cut", (1, 1), |round| {
         let load = round.load_until_moment();
         for link in round.cluster.links() {
             link.set_refusing(true);
@@ -100,12 +111,13 @@ fn a_link_cut_and_healed() {
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.sessions_lost);
 }
 
 /// Bytes of one direction vanish; those behind the gap come when it heals.
 #[test]
 fn one_direction_lost() {
-    storm("one direction lost", (1, 1), |round| {
+    let tally = storm("one direction lost", (1, 1), |round| {
         let towards = direction(round);
         let load = round.load_until_moment();
         round.cluster.links().for_each(|link| link.set_flow(towards, Flow::Vanish));
@@ -114,12 +126,13 @@ fn one_direction_lost() {
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.sessions_lost);
 }
 
 /// Bytes of one direction, or of both, do not move for a while, and then all of them do.
 #[test]
 fn bytes_held_and_let_go() {
-    storm("bytes held", (1, 1), |round| {
+    let tally = storm("bytes held", (1, 1), |round| {
         let towards = match round.chance.below(3) {
             0 => vec![Towards::Dialler],
             1 => vec![Towards::Target],
@@ -140,11 +153,12 @@ fn bytes_held_and_let_go() {
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.recomputed_tokens);
 }
 
 #[test]
 fn a_link_that_crawls() {
-    storm("crawl", (1, 1), |round| {
+    let tally = storm("crawl", (1, 1), |round| {
         let towards = direction(round);
         let bytes_per_second = *round.chance.pick(&[200, 2_000, 20_000]);
         let load = round.load_until_moment();
@@ -152,11 +166,12 @@ fn a_link_that_crawls() {
         round.check(load, &[]);
         round.serve();
     });
+    bit(tally, |tally| tally.recomputed_tokens);
 }
 
 #[test]
 fn a_link_of_long_delay() {
-    storm("delay", (1, 1), |round| {
+    let tally = storm("delay", (1, 1), |round| {
         let towards = direction(round);
         let delay = Duration::from_millis(round.chance.within(5..400));
         let load = round.load_until_moment();
@@ -164,22 +179,24 @@ fn a_link_of_long_delay() {
         round.check(load, &[]);
         round.serve();
     });
+    bit(tally, |tally| tally.done);
 }
 
 #[test]
 fn a_bit_flipped() {
-    storm("bit flipped", (1, 1), |round| {
+    let tally = storm("bit flipped", (1, 1), |round| {
         let towards = direction(round);
         let load = round.load_until_moment();
         round.cluster.links().for_each(|link| link.flip_next(towards));
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.digest_mismatches + tally.sessions_lost);
 }
 
 #[test]
 fn clients_that_hang_up() {
-    storm("clients hang up", (1, 1), |round| {
+    let tally = storm("clients hang up", (1, 1), |round| {
         let load = round.load_until_moment();
         let gone: Vec<_> = (0..round.chance.within(1..6)).map(|_| round.begin_one(0)).collect();
         round.last(SILENCE / 4);
@@ -187,6 +204,7 @@ fn clients_that_hang_up() {
         round.serve();
         round.check(load, &[]);
     });
+    bit(tally, |tally| tally.cancelled);
 }
 
 /// Any of it, to any node or link.
@@ -220,15 +238,18 @@ fn anything(round: &mut Round<'_>) {
 
 #[test]
 fn one_prefill_node_and_two_decode_nodes() {
-    storm("1P2D", (1, 2), anything);
+    let tally = storm("1P2D", (1, 2), anything);
+    bit(tally, |tally| tally.sessions_lost + tally.recomputed_tokens);
 }
 
 #[test]
 fn two_prefill_nodes_and_one_decode_node() {
-    storm("2P1D", (2, 1), anything);
+    let tally = storm("2P1D", (2, 1), anything);
+    bit(tally, |tally| tally.sessions_lost + tally.recomputed_tokens);
 }
 
 #[test]
 fn two_prefill_nodes_and_two_decode_nodes() {
-    storm("2P2D", (2, 2), anything);
+    let tally = storm("2P2D", (2, 2), anything);
+    bit(tally, |tally| tally.sessions_lost + tally.recomputed_tokens);
 }
