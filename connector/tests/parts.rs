@@ -84,6 +84,8 @@ fn hand_over(prefill: &mut Group, decode: &mut Group, tokens: u32, chunk: u32, l
     if !released {
         prefill.idle_until("the release", |applied| applied.released.len() == 1);
     }
+    // Released means that no reader is left, not that the first has gone.
+    prefill.pages_are_free(&source_blocks);
     wait_until_free(prefill, decode);
     decode.pages_are_free(&blocks);
     prefill.pages_are_free(&source_blocks);
@@ -356,4 +358,28 @@ fn a_worker_whose_heads_are_not_its_ranks_does_not_start() {
     let config = group::config(&Setup::prefill(), 1, 3);
     let error = kvferry::pd::greeting(&config, &group::manifest(), shard, &layout).unwrap_err().to_string();
     assert!(error.contains("tp_size is 3") && error.contains("do not spread evenly"), "{error}");
+}
+
+#[test]
+fn a_request_is_sent_when_its_last_reader_is_done_not_its_first() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = groups((&Setup::prefill(), 1), (&Setup::decode(), 2), &make);
+    let started = begin(&mut prefill, &mut decode, 40, 0);
+    prefill.prefill_step(&started.source, &started.source_blocks, 0..16);
+    // Rank 1 goes; rank 0 still waits for the rest, since its scheduler has not heard of it.
+    decode.ranks[1].worker.preempted(std::slice::from_ref(&started.request.id));
+    let live = |group: &Group| group.ranks[0].metrics.snapshot().transfers_live.total();
+    prefill.idle_until_state("one reader is left", |group, applied| {
+        assert!(applied.unwanted.is_empty(), "rank 0 still reads");
+        live(group) == 1
+    });
+    assert!(prefill.poll().unwanted.is_empty(), "rank 0 still reads");
+    assert!(
+        prefill.ranks[0].cache.guard_write(&started.source_blocks[..1], 0..1).is_err(),
+        "for it the pages are held"
+    );
+    let failure = failure(&mut decode);
+    prefill.idle_until("the last reader's end", |applied| applied.unwanted.len() == 1);
+    check_end(&mut prefill, &mut decode, &started, Some(&failure));
 }

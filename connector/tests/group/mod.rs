@@ -214,10 +214,15 @@ impl Group {
 
     /// Steps until `done` likes what came of it.
     pub(crate) fn idle_until(&mut self, what: &str, mut done: impl FnMut(&Applied) -> bool) -> Applied {
+        self.idle_until_state(what, |_, applied| done(applied))
+    }
+
+    /// Steps until `done` likes what came of it, or how the engine is now.
+    pub(crate) fn idle_until_state(&mut self, what: &str, mut done: impl FnMut(&Self, &Applied) -> bool) -> Applied {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let applied = self.idle_step();
-            if done(&applied) {
+            if done(self, &applied) {
                 return applied;
             }
             assert!(Instant::now() < deadline, "{what} did not come");

@@ -74,6 +74,9 @@ impl Driver {
 
     /// Which decode ranks read from this worker, and what each takes.
     fn parts_to(&self, save: &Save) -> Result<Vec<PartTo>, String> {
+        if save.readers > MAX_RANKS {
+            return Err(format!("{} ranks read, but an engine has at most {MAX_RANKS}", save.readers));
+        }
         let (ours, tp_size, kv_heads) =
             (self.config.peer().tp_rank, self.config.tp_size().get(), self.card.manifest.kv_heads);
         let explain = |error| format!("{error}: `readers`, the decode engine's tp_size, is {}", save.readers);
@@ -146,7 +149,7 @@ impl Driver {
     fn all_readers(&self, save: &Save) -> Vec<PartTo> {
         let ours = self.config.peer().tp_rank;
         let part = |rank| PartTo { transfer: save.transfer.part(rank, ours), rank, heads: self.caches.heads() };
-        (0..save.readers).map(TpRank::new).map(part).collect()
+        (0..save.readers.min(MAX_RANKS)).map(TpRank::new).map(part).collect()
     }
 
     /// Some tokens of some layers are in the cache.
@@ -187,5 +190,7 @@ impl Driver {
     }
 }
 
+/// The most ranks that a configuration can name; the number comes from a peer's engine, so it is checked.
+const MAX_RANKS: u16 = 1024;
 /// Writes of one transfer that are under way at once, from packing to acknowledgement. An estimate, not tuned yet.
 const POSTS_IN_FLIGHT: NonZeroU32 = NonZeroU32::new(8).unwrap();
