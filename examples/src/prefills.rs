@@ -147,11 +147,11 @@ impl Node {
 
 impl Router for PrefillRouter {
     fn route(&self, prompt: &[u32]) -> Result<Option<TransferParams>, RouteError> {
-        let refuse = |problem: String| RouteError { problem };
         let Some(node) = self.next() else { return Ok(None) };
-        let transfer = TransferId::new(random_bits().map_err(|error| refuse(error.to_string()))?);
+        let transfer =
+            TransferId::new(random_bits().map_err(|error| RouteError::Unavailable { problem: error.to_string() })?);
         let ask = Ask { transfer, ranks: self.ranks, tokens: prompt.to_vec() };
-        let ask = ask.encode().map_err(|error| refuse(error.to_string()))?;
+        let ask = ask.encode().map_err(|error| RouteError::Prompt { problem: error.to_string() })?;
         Ok(Some(TransferParams::Fetch { transfer, from: node.from.clone(), ask }))
     }
 }

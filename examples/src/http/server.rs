@@ -41,10 +41,29 @@ pub trait Router: Send + Sync {
 
 /// Why no prefill node takes a prompt.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("no prefill node takes the prompt: {problem}")]
-pub struct RouteError {
-    /// Why not, and what to do.
-    pub problem: String,
+#[non_exhaustive]
+pub enum RouteError {
+    /// None ever will.
+    #[error("the prompt cannot be sent to a prefill node: {problem}; shorten it")]
+    Prompt {
+        /// Why not.
+        problem: String,
+    },
+    /// None does now.
+    #[error("no prefill node takes the prompt: {problem}")]
+    Unavailable {
+        /// Why not, and what to do.
+        problem: String,
+    },
+}
+
+impl From<RouteError> for ApiError {
+    fn from(error: RouteError) -> Self {
+        match error {
+            RouteError::Prompt { .. } => Self::invalid(Some("prompt"), error.to_string()),
+            RouteError::Unavailable { .. } => Self::unavailable(error.to_string()),
+        }
+    }
 }
 
 /// Everything is computed here.
@@ -187,7 +206,7 @@ impl Frontend {
             0.0 => Sampling::Greedy,
             temperature => Sampling::Temperature { temperature, seed: body.seed },
         };
-        let transfer = self.router.route(&prompt).map_err(|error| ApiError::unavailable(error.to_string()))?;
+        let transfer = self.router.route(&prompt)?;
         let prompt_tokens = prompt.len();
         let submission = Submission {
             sampling,

@@ -84,7 +84,7 @@ impl Driver {
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
-            max_messages_per_peer: EARLY_MESSAGES,
+            max_messages_per_peer: EARLY_MESSAGES / 4,
             ttl: config.deadlines().transfer,
         });
         Self {

@@ -416,9 +416,10 @@ fn pump(transport: &dyn Transport, inputs: &Sender<Input>, running: &AtomicBool)
     }
 }
 
-/// Inputs that wait for the driver; a full channel makes the model thread and the pump wait for it.
-const INPUTS: usize = 4096;
-/// Messages of peers' engines that wait for this engine.
-const MESSAGES: usize = 4096;
+/// Inputs that wait for the driver; a full channel makes the model thread and the pump wait for it. A peer's message has at most
+/// 1 MiB, so what waits is bounded in bytes too.
+const INPUTS: usize = 1024;
+/// Messages of peers' engines that wait for this engine, of at most 1 MiB each.
+const MESSAGES: usize = 256;
 /// How long the pump waits before it looks whether it should end.
 const PUMP_WAIT: Duration = Duration::from_millis(50);
