@@ -3,7 +3,6 @@
 //! Every free page holds its owner's poison. It is written the moment that a request's blocks are free, and looked at again when
 //! they are given away the next time, and at the end.
 
-#[expect(dead_code, reason = "other tests use the rest")]
 mod common;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -182,7 +181,7 @@ impl Pair {
             let transfer = self.begun;
             self.begun += 1;
             let ask = [transfer.to_le_bytes().as_slice(), &tokens.to_le_bytes()].concat();
-            let params = TransferParams::Fetch { transfer: id_of(transfer), from: self.prefill.address(), ask };
+            let params = TransferParams::Fetch { transfer: id_of(transfer), from: vec![self.prefill.address()], ask };
             let request = request("d", transfer, tokens, params);
             let Match::Async(n) = self.decode.scheduler.matched_tokens(&request, 0) else { panic!("nothing to load") };
             self.decode.scheduler.allocated(&request, &blocks, 0, n.get()).unwrap();
@@ -279,7 +278,7 @@ impl Pair {
                 self.asked.push_front((peer, transfer, tokens));
                 break;
             };
-            let params = TransferParams::Keep { transfer: id_of(transfer), to: Some(peer) };
+            let params = TransferParams::Keep { transfer: id_of(transfer), to: Some(peer), readers: 1 };
             let request = request("p", transfer, tokens, params);
             self.prefill.scheduler.allocated(&request, &blocks, 0, 0).unwrap();
             let turns_left = self.chance.turns(4);

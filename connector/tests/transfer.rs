@@ -5,8 +5,9 @@ mod common;
 use std::sync::Arc;
 
 use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
-use kvferry::contract::{EngineFinish, Hold, Scheduler, Worker};
-use kvferry_protocol::LayerId;
+use kvferry::contract::{EngineFinish, Hold, Scheduler, TransferParams, Worker};
+use kvferry_protocol::message::EngineBytes;
+use kvferry_protocol::{BlockId, LayerId};
 use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
 
 fn loopback(
@@ -275,4 +276,87 @@ fn a_prompt_that_is_given_up_before_its_first_chunk_ends_the_load_at_once() {
         assert!(applied.failed[0].reason.contains("gave the request up"), "{}", applied.failed[0].reason);
         wait_until_free(&mut prefill, &mut decode);
     }
+}
+
+#[test]
+fn the_longest_question_arrives_and_a_longer_one_fails_at_once() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    for (id, transfer, bytes) in [("longest", 1, EngineBytes::MAX_BYTES), ("longer", 2, EngineBytes::MAX_BYTES + 1)] {
+        let mut request = fetch(id, transfer, 20, prefill.address());
+        let Some(TransferParams::Fetch { ask, .. }) = &mut request.params else { unreachable!("fetch makes a Fetch") };
+        *ask = vec![7; bytes];
+        let blocks = decode.blocks(0, 20);
+        start_load(&mut decode, &request, &blocks, 0);
+        if bytes <= EngineBytes::MAX_BYTES {
+            let (_, asked) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+            assert_eq!(asked.len(), bytes);
+            decode.finish(&request, &blocks, EngineFinish::Aborted);
+            decode.idle_until("the release", |applied| applied.released.len() == 1);
+        } else {
+            let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+            let reason = &applied.failed[0].reason;
+            assert!(reason.contains("engine message"), "{reason}");
+        }
+    }
+}
+
+#[test]
+fn another_stage_of_an_engines_pipeline_is_not_its_restart() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    let stage = Engine::new(&Setup { incarnation: 2, extra: "pp_rank = 1", ..Setup::prefill() }, &make);
+    let request = fetch("d", 1, 20, prefill.address());
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    decode.worker.handle().connect(stage.address()).unwrap();
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while decode.metrics.snapshot().sessions_live < 2 {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    let source = keep("p", 1, 20, Some(peer));
+    let source_blocks = prefill.blocks(0, 20);
+    prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &source_blocks, 0..20);
+    decode.idle_until("the load", |applied| {
+        assert!(applied.failed.is_empty(), "{applied:?}");
+        !applied.loaded.is_empty()
+    });
+}
+
+#[test]
+fn a_transfer_carries_the_request_that_began_it_and_no_other() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let (mut prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    let request = fetch("d", 1, 20, prefill.address());
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    let (first, second) = (keep("first", 1, 20, Some(peer.clone())), keep("second", 1, 20, Some(peer)));
+    let first_blocks = prefill.blocks(0, 20);
+    let second_blocks: Vec<_> = (50..55).map(BlockId::new).collect();
+    prefill.scheduler.allocated(&first, &first_blocks, 0, 0).unwrap();
+    prefill.scheduler.allocated(&second, &second_blocks, 0, 0).unwrap();
+    prefill.prefill_step(&first, &first_blocks, 0..8);
+    // The second one's pages hold something else.
+    let meta = prefill.step(&second, &second_blocks, 0..20);
+    prefill.worker.begin_step(meta).unwrap();
+    prefill.worker.wait_saved();
+    prefill.idle_until("the refusal", |applied| applied.unwanted == std::slice::from_ref(&second.id));
+    prefill.prefill_step(&first, &first_blocks, 8..20);
+    decode.idle_until("the load", |applied| {
+        assert!(applied.failed.is_empty(), "{applied:?}");
+        !applied.loaded.is_empty()
+    });
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !decode.holds_nothing() {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    assert_eq!(decode.read(&blocks, 20), prefill.read(&first_blocks, 20));
 }

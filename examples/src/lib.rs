@@ -1,6 +1,6 @@
 //! A small Llama engine that prefills in one process and decodes in another.
 //!
-//! `engine` computes, `pd` puts kvferry beside it, `http` answers clients; the binaries `prefill`, `decode` and `pair` put them
+//! `engine` computes, `pd` puts kvferry beside it, `prefills` chooses a prefill node, `http` answers clients; the binaries `prefill`, `decode` and `pair` put them
 //! together.
 #![forbid(unsafe_code)]
 
@@ -13,3 +13,4 @@ pub mod node;
 pub mod nodes;
 pub mod pair;
 pub mod pd;
+pub mod prefills;

@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct Ask {
     /// The hand-over, drawn by the decode node.
     pub transfer: TransferId,
+    /// Tensor-parallel ranks of the decode node: each of them reads its heads.
+    pub ranks: u16,
     /// The prompt; at least one token.
     pub tokens: Vec<u32>,
 }
@@ -37,7 +39,7 @@ pub enum MessageError {
 }
 
 /// The first byte of every message.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// Bytes of a message; a prompt of 100,000 tokens fits.
 const LIMIT: usize = 512 << 10;
 
@@ -86,31 +88,31 @@ mod tests {
 
     #[test]
     fn a_message_is_read_as_it_was_written() {
-        let ask = Ask { transfer: TransferId::new(u128::MAX - 7), tokens: vec![0, 250, 251, 70_000] };
+        let ask = Ask { transfer: TransferId::new(u128::MAX - 7), ranks: 8, tokens: vec![0, 250, 251, 70_000] };
         let bytes = ask.encode().unwrap();
         assert_eq!(Ask::decode(&bytes), Ok(ask));
         // The format is what a node of this version reads: it does not change unseen.
         assert_eq!(
-            Ask { transfer: TransferId::new(5), tokens: vec![1, 300] }.encode().unwrap(),
-            [1, 5, 2, 1, 251, 44, 1]
+            Ask { transfer: TransferId::new(5), ranks: 4, tokens: vec![1, 300] }.encode().unwrap(),
+            [2, 5, 4, 2, 1, 251, 44, 1]
         );
     }
 
     #[test]
     fn what_is_no_message_is_refused() {
-        let good = Ask { transfer: TransferId::new(5), tokens: vec![1, 2, 3] }.encode().unwrap();
+        let good = Ask { transfer: TransferId::new(5), ranks: 1, tokens: vec![1, 2, 3] }.encode().unwrap();
         for (name, bytes, want) in [
             ("empty", vec![], "version None"),
-            ("another version", vec![2, 5, 0], "version Some(2)"),
+            ("another version", vec![1, 5, 0], "version Some(1)"),
             ("cut", good[..good.len() - 1].to_vec(), "malformed"),
             ("left over", [&good[..], &[0]].concat(), "1 bytes are left over"),
-            ("a huge claim", vec![1, 5, 253, 255, 255, 255, 255, 255, 255, 255, 127], "malformed"),
-            ("too long", vec![1; LIMIT + 1], "the limit"),
+            ("a huge claim", vec![2, 5, 1, 253, 255, 255, 255, 255, 255, 255, 255, 127], "malformed"),
+            ("too long", vec![2; LIMIT + 1], "the limit"),
         ] {
             let error = Ask::decode(&bytes).unwrap_err().to_string();
             assert!(error.contains(want), "{name}: {error}");
         }
-        let long = Ask { transfer: TransferId::new(5), tokens: vec![60_000; 200_000] };
+        let long = Ask { transfer: TransferId::new(5), ranks: 1, tokens: vec![60_000; 200_000] };
         assert!(matches!(long.encode(), Err(MessageError::TooLong { .. })));
     }
 }

@@ -45,6 +45,8 @@ pub struct NodeConfig {
     pub blocks: u32,
     /// Tokens in a block.
     pub tokens_per_block: u32,
+    /// Tensor-parallel ranks.
+    pub tp_size: u16,
     /// The most prompt tokens in one step.
     pub chunk_tokens: usize,
     /// The most requests that are computed at the same time.
@@ -60,8 +62,8 @@ impl NodeConfig {
     /// The shape of the runner's cache.
     #[must_use]
     pub const fn cache(&self) -> CacheConfig {
-        let Self { order, dtype, blocks, tokens_per_block, .. } = *self;
-        CacheConfig { order, dtype, blocks, tokens_per_block }
+        let Self { order, dtype, blocks, tokens_per_block, tp_size, .. } = *self;
+        CacheConfig { order, dtype, blocks, tokens_per_block, tp_size }
     }
 
     /// How the scheduler fills its steps for a model.
@@ -110,7 +112,8 @@ impl LoadedModel {
     pub fn start_local(&self, config: &NodeConfig) -> Result<EngineService, NodeError> {
         let runner = Runner::new(Arc::clone(&self.model), config.cache())?;
         let scheduler = Scheduler::new(config.scheduler(&self.model), NoConnector)?;
-        EngineService::start(scheduler, runner, NoConnector).map_err(NodeError::Thread)
+        let connectors = vec![NoConnector; runner.ranks().len()];
+        EngineService::start(scheduler, runner, connectors).map_err(NodeError::Thread)
     }
 
     /// A submission of a prompt's tokens, greedy, that ends where the model ends its text.

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,28 +15,29 @@ use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
-use kvferry_protocol::layout::Shard;
+use kvferry_protocol::layout::sources_of;
 use kvferry_protocol::manifest::{self, Manifest, Planes, Rope, RopeStyle, ScalePer, Scales};
-use kvferry_protocol::{Incarnation, PeerId, TransferId};
+use kvferry_protocol::{Incarnation, PeerId, TpRank, TransferId};
 use kvferry_transport::PeerAddress;
 
 use crate::engine::{EngineHandle, EngineService, Runner, Scheduler, Submission, Ticket, Update};
-use crate::http::{RouteError, Router};
 use crate::messages::Ask;
 use crate::node::{LoadedModel, NodeConfig, NodeError};
+use crate::prefills::{PrefillAddress, PrefillRouter, PrefillsError};
 
-/// An engine with kvferry beside it.
+/// An engine with kvferry beside it: a connector for each of its tensor-parallel ranks.
 pub struct PdNode {
     /// The engine.
     pub engine: EngineService,
-    /// kvferry's metrics.
-    pub metrics: Arc<Metrics>,
-    /// Where peers reach this node's worker.
-    pub address: PeerAddress,
+    /// kvferry's metrics, by rank.
+    pub metrics: Vec<Arc<Metrics>>,
+    /// Where peers reach this node's workers, by rank.
+    pub addresses: Vec<PeerAddress>,
     /// What peers' engines ask of this one.
     pub messages: Receiver<(PeerId, Bytes)>,
-    /// kvferry, for other threads than the engine's.
-    pub connector: PdHandle,
+    /// kvferry, for other threads than the engine's, by rank.
+    pub connectors: Vec<PdHandle>,
+    kv_heads: u16,
 }
 
 /// Why a node with a connector does not start.
@@ -52,40 +53,73 @@ pub enum PdError {
     /// The connector does not start.
     #[error(transparent)]
     Connector(#[from] ConnectorError),
+    /// The prefill nodes do not fit this engine.
+    #[error(transparent)]
+    Prefills(#[from] PrefillsError),
+    /// The transport is one that other processes do not reach.
+    #[error("{address:?} is no TCP address; write transport = \"tcp\"")]
+    Address {
+        /// What it listens at.
+        address: PeerAddress,
+    },
     /// The system gives no random numbers.
     #[error("the system gives no random numbers: {0}")]
     Random(getrandom::Error),
 }
 
 impl PdNode {
-    /// Starts an engine and its connector. The prefill nodes at `peers` are reached ahead of requests.
+    /// Starts an engine and a connector for each of its ranks. All ranks are one engine: they share its name and its incarnation.
+    /// Rank n listens at `raw`'s port and n more, or at a free one where that is 0.
     ///
     /// # Errors
     /// [`PdError`].
-    pub fn start(
-        model: &LoadedModel,
-        node: &NodeConfig,
-        raw: RawConfig,
-        peers: &[SocketAddr],
-    ) -> Result<Self, PdError> {
-        let config = ConnectorConfig::try_from((raw, Incarnation::new(random_bits()? as u64)))?;
-        let node = NodeConfig { on_load_failure: config.load_failure_policy(), ..*node };
-        let layerwise = config.layerwise();
+    pub fn start(model: &LoadedModel, node: &NodeConfig, raw: RawConfig) -> Result<Self, PdError> {
+        let incarnation = Incarnation::new(random_bits()? as u64);
+        let rank_config = |rank| ConnectorConfig::try_from((of_rank(&raw, rank, node.tp_size), incarnation));
+        let first = rank_config(0)?;
+        let node = NodeConfig { on_load_failure: first.load_failure_policy(), ..*node };
         let runner = Runner::new(Arc::clone(&model.model), node.cache()).map_err(NodeError::from)?;
-        let (manifest, shard, cache) = (manifest_of(model, node.dtype), Shard::default(), runner.cache().clone());
-        let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
-        let metrics = Arc::new(Metrics::new());
-        let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics: Arc::clone(&metrics) };
-        let worker = PdWorker::start(parts, transport)?;
-        for &peer in peers {
-            worker.handle().connect(PeerAddress::Tcp(peer))?;
+        let manifest = manifest_of(model, node.dtype);
+        let mut workers = Vec::new();
+        let mut metrics = Vec::new();
+        for (number, rank) in (0..).zip(runner.ranks()) {
+            let (config, shard, cache) = (rank_config(number)?, rank.shard(), rank.cache().clone());
+            let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
+            metrics.push(Arc::new(Metrics::new()));
+            let (manifest, metrics) = (manifest.clone(), Arc::clone(&metrics[usize::from(number)]));
+            let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics };
+            workers.push(PdWorker::start(parts, transport)?);
         }
-        let (address, messages, connector) = (worker.local_address(), worker.messages().clone(), worker.handle());
+        let addresses = workers.iter().map(PdWorker::local_address).collect();
+        // Rank 0 asks and is asked, for all ranks.
+        let messages = workers[0].messages().clone();
+        let connectors = workers.iter().map(PdWorker::handle).collect();
         let tokens_per_block = NonZeroU32::new(node.tokens_per_block).unwrap_or(NonZeroU32::MIN);
-        let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        let (reporters, layerwise) = (workers.len() as u16, first.layerwise());
+        let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters, layerwise });
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
-        let engine = EngineService::start(scheduler, runner, worker).map_err(NodeError::Thread)?;
-        Ok(Self { engine, metrics, address, messages, connector })
+        let engine = EngineService::start(scheduler, runner, workers).map_err(NodeError::Thread)?;
+        Ok(Self { engine, metrics, addresses, messages, connectors, kv_heads: manifest.kv_heads })
+    }
+
+    /// Reaches prefill nodes, and sends prompts to them in turn.
+    ///
+    /// # Errors
+    /// [`PdError::Prefills`].
+    pub fn router(&self, nodes: &[PrefillAddress]) -> Result<PrefillRouter, PdError> {
+        Ok(PrefillRouter::new(nodes, &self.connectors, self.kv_heads)?)
+    }
+
+    /// Where another node's `--prefill` finds this one.
+    ///
+    /// # Errors
+    /// [`PdError::Address`] if a rank is not reached over TCP.
+    pub fn prefill_address(&self) -> Result<PrefillAddress, PdError> {
+        let tcp = |&address: &PeerAddress| match address {
+            PeerAddress::Tcp(address) => Ok(address),
+            _ => Err(PdError::Address { address }),
+        };
+        Ok(PrefillAddress::from(self.addresses.iter().map(tcp).collect::<Result<Vec<_>, _>>()?))
     }
 
     /// Prefills what peers ask for until `stop` is set; blocks the calling thread.
@@ -110,7 +144,10 @@ const REMEMBERED: usize = 8192;
 /// What a prefill node is computing, and for whom.
 struct PrefillDesk {
     engine: EngineHandle,
+    /// Rank 0's, which is asked.
     connector: PdHandle,
+    tp_size: u16,
+    kv_heads: u16,
     /// Dropping a ticket would cancel its request.
     running: HashMap<TransferId, Ticket>,
     seen: HashSet<TransferId>,
@@ -120,8 +157,9 @@ struct PrefillDesk {
 impl PrefillDesk {
     fn of(node: &PdNode) -> Self {
         let (running, seen, oldest) = Default::default();
-        let (engine, connector) = (node.engine.handle(), node.connector.clone());
-        Self { engine, connector, running, seen, oldest }
+        let (engine, connector) = (node.engine.handle(), node.connectors[0].clone());
+        let (tp_size, kv_heads) = (node.connectors.len() as u16, node.kv_heads);
+        Self { engine, connector, tp_size, kv_heads, running, seen, oldest }
     }
 
     fn hear(&mut self, peer: &PeerId, message: &[u8]) {
@@ -134,25 +172,30 @@ impl PrefillDesk {
         }
         // Known from the start, so that its end ends the transfer, whoever speaks first.
         let to = Some(peer.clone());
-        let transfer = ask.transfer;
+        let (transfer, readers) = (ask.transfer, ask.ranks);
+        if let Err(error) = sources_of(TpRank::new(0), readers, self.tp_size, self.kv_heads) {
+            return self.decline(peer, transfer, &error);
+        }
         let submission = Submission {
             prompt: ask.tokens,
             max_tokens: 0,
             sampling: crate::engine::Sampling::Greedy,
             ends: Vec::new(),
             keep_first_logits: false,
-            transfer: Some(TransferParams::Keep { transfer, to }),
+            transfer: Some(TransferParams::Keep { transfer, to, readers }),
         };
         match self.engine.submit_blocking(submission) {
             Ok(ticket) => {
                 self.running.insert(transfer, ticket);
             }
-            Err(error) => {
-                tracing::warn!(%peer, %transfer, %error, "a prompt was refused");
-                // Fails only when the connector has ended, and then the decode node hears that.
-                let _ = self.connector.decline(peer.clone(), transfer, &error.to_string());
-            }
+            Err(error) => self.decline(peer, transfer, &error),
         }
+    }
+
+    fn decline(&self, peer: &PeerId, transfer: TransferId, error: &dyn std::error::Error) {
+        tracing::warn!(%peer, %transfer, %error, "a prompt was refused");
+        // Fails only when the connector has ended, and then the decode node hears that.
+        let _ = self.connector.decline(peer.clone(), transfer, &error.to_string());
     }
 
     /// Whether the hand-over is new.
@@ -180,36 +223,23 @@ impl PrefillDesk {
     }
 }
 
-/// Sends prompts to prefill nodes in turn, and passes over one that has no session while another has.
-#[derive(Debug)]
-pub struct PrefillRouter {
-    prefill: Vec<SocketAddr>,
-    connector: PdHandle,
-    turns: AtomicUsize,
-}
-
-impl PrefillRouter {
-    /// A router to the workers that listen at `prefill`, for the engine beside `connector`.
-    #[must_use]
-    pub fn new(prefill: Vec<SocketAddr>, connector: PdHandle) -> Self {
-        Self { prefill, connector, turns: AtomicUsize::new(0) }
-    }
-
-    /// The next node in turn; if none is reached at this moment, one that may be soon.
-    fn next(&self) -> Option<PeerAddress> {
-        let first = self.turns.fetch_add(1, Ordering::Relaxed) % self.prefill.len().max(1);
-        let mut in_turn = self.prefill[first..].iter().chain(&self.prefill[..first]).map(|&at| PeerAddress::Tcp(at));
-        in_turn.clone().find(|&at| self.connector.reaches(at)).or_else(|| in_turn.next())
-    }
-}
-
-impl Router for PrefillRouter {
-    fn route(&self, prompt: &[u32]) -> Result<Option<TransferParams>, RouteError> {
-        let refuse = |problem: String| RouteError { problem };
-        let Some(from) = self.next() else { return Ok(None) };
-        let transfer = TransferId::new(random_bits().map_err(|error| refuse(error.to_string()))?);
-        let ask = Ask { transfer, tokens: prompt.to_vec() }.encode().map_err(|error| refuse(error.to_string()))?;
-        Ok(Some(TransferParams::Fetch { transfer, from, ask }))
+/// The configuration of one rank: its place, and ports of its own.
+fn of_rank(raw: &RawConfig, rank: u16, tp_size: u16) -> RawConfig {
+    let own_port = |address: &String| match address.parse::<SocketAddr>() {
+        Ok(mut address) if address.port() != 0 => {
+            // Past the last port there is none: the rank then takes a free one and says which.
+            address.set_port(address.port().checked_add(rank).unwrap_or(0));
+            address.to_string()
+        }
+        // What is wrong with it, the configuration says.
+        _ => address.clone(),
+    };
+    RawConfig {
+        tp_rank: Some(rank.into()),
+        tp_size: Some(tp_size.into()),
+        listen: raw.listen.as_ref().map(own_port),
+        advertise: raw.advertise.as_ref().map(own_port),
+        ..raw.clone()
     }
 }
 

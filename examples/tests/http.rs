@@ -26,14 +26,19 @@ fn serve() -> Server {
         dtype: "f16".parse().unwrap(),
         blocks: 32,
         tokens_per_block: 16,
+        tp_size: 1,
         chunk_tokens: 64,
         max_running: 4,
         on_load_failure: LoadFailurePolicy::Recompute,
     };
     let engine = model.start_local(&config).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let frontend =
-        Frontend { engine: engine.handle(), model, router: Arc::new(LocalRouter), metrics: Arc::new(Metrics::new()) };
+    let frontend = Frontend {
+        engine: engine.handle(),
+        model,
+        router: Arc::new(LocalRouter),
+        metrics: vec![Arc::new(Metrics::new())],
+    };
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
     let address = listener.local_addr().unwrap();
     runtime.spawn(async move { axum::serve(listener, router(frontend)).await });

@@ -26,6 +26,7 @@ fn config(order: &str, dtype: &str, tokens_per_block: u32, chunk_tokens: usize) 
         dtype: dtype.parse().unwrap(),
         blocks: 1200 / tokens_per_block,
         tokens_per_block,
+        tp_size: 1,
         chunk_tokens,
         max_running: 8,
         on_load_failure: LoadFailurePolicy::Fail,
@@ -91,6 +92,20 @@ async fn bits_do_not_depend_on_chunking_batch_block_size_or_layout() {
     }
 }
 
+/// Two KV heads of two queries each: one rank, a head for each of two, and a head held twice and four times.
+#[tokio::test]
+async fn bits_do_not_depend_on_tensor_parallel_ranks() {
+    let model = embedded();
+    for (dtype, order) in [("f32", "BLPNHC"), ("f16", "BHLPNC"), ("bf16", "LPBNHC")] {
+        let want = one_by_one(&model, &model.start_local(&config(order, dtype, 16, 64)).unwrap(), &PROMPTS).await;
+        for tp_size in [2, 4, 8] {
+            let ranks = NodeConfig { tp_size, ..config(order, dtype, 16, 33) };
+            let engine = model.start_local(&ranks).unwrap();
+            assert_eq!(together(&model, &engine, &PROMPTS).await, want, "{dtype} {order}, {tp_size} ranks");
+        }
+    }
+}
+
 #[tokio::test]
 async fn the_cache_dtype_is_felt() {
     // Else the test above would compare the same computation with itself.
@@ -126,9 +141,9 @@ async fn a_step_that_cannot_be_computed_fails_its_requests_and_the_engine_goes_o
     let model = embedded();
     let config = config("BLPNHC", "f16", 16, 64);
     let runner = Runner::new(model.model.clone(), config.cache()).unwrap();
-    let cache = runner.cache().clone();
+    let cache = runner.ranks()[0].cache().clone();
     let scheduler = Scheduler::new(config.scheduler(&model.model), NoConnector).unwrap();
-    let engine = EngineService::start(scheduler, runner, NoConnector).unwrap();
+    let engine = EngineService::start(scheduler, runner, vec![NoConnector]).unwrap();
     let all: Vec<_> = (0..config.blocks).map(BlockId::new).collect();
     let guards = cache.guard_write(&all, 2..3).unwrap();
     let refused = generate(&engine.handle(), submission(&model, PROMPTS[1])).await.unwrap();

@@ -38,6 +38,40 @@ async fn the_embedded_model_answers_alike_in_both_orders_and_across_layouts() {
     }
 }
 
+/// The embedded model has two KV heads: four ranks hold each twice.
+#[tokio::test]
+async fn every_pair_of_tensor_parallel_sizes_answers_alike() {
+    for prefill in [1, 2, 4] {
+        for decode in [1, 2, 4] {
+            let order = if prefill == decode { "prefill-first" } else { "decode-first" };
+            let args = format!(
+                "--max-tokens 6 --prefill-tp {prefill} --decode-tp {decode} --order {order} --concurrency 4 --chunk 24 \
+                 --decode-layout BHLPNC --decode-block 8"
+            );
+            assert_identical(&run(&args).await, &args);
+        }
+    }
+}
+
+#[tokio::test]
+async fn two_prefill_and_two_decode_nodes_answer_alike() {
+    for args in [
+        "--max-tokens 6 --prefill-nodes 2 --decode-nodes 2 --concurrency 4",
+        "--max-tokens 6 --prefill-nodes 2 --decode-nodes 2 --prefill-tp 2 --decode-tp 4 --order prefill-first",
+    ] {
+        assert_identical(&run(args).await, args);
+    }
+}
+
+#[tokio::test]
+async fn ranks_over_which_the_heads_do_not_spread_are_refused_by_the_options_name() {
+    for (args, option) in [("--prefill-tp 3", "--prefill-tp 3"), ("--decode-tp 5", "--decode-tp 5")] {
+        let options = PairOptions::try_parse_from(std::iter::once("pair").chain(args.split_whitespace())).unwrap();
+        let error = format!("{:#}", pair::run(&options, env!("CARGO_BIN_EXE_pair").as_ref()).await.unwrap_err());
+        assert!(error.contains(option) && error.contains("2 KV heads do not spread evenly"), "{error}");
+    }
+}
+
 /// The real model, with short prompts: the full matrix is `examples/matrix.sh`.
 #[tokio::test]
 #[ignore = "needs SmolLM2: examples/fetch-smollm2.sh"]
@@ -52,7 +86,15 @@ async fn smollm2_answers_alike_in_both_orders_and_across_layouts() {
             "--max-tokens 8 --order prefill-first --concurrency 8 --kv-dtype bf16 --prefill-layout LPBNHC \
              --decode-layout BHLPNC --decode-block 7 --chunk 16",
         ),
+        // Three KV heads of three queries each: an even spread, and two ranks that share a head's queries unevenly.
+        ("three ranks to one", "--max-tokens 8 --prefill-tp 3 --concurrency 4"),
+        ("six ranks to three", "--max-tokens 8 --prefill-tp 6 --decode-tp 3 --concurrency 4 --decode-layout BHLPNC"),
+        ("one rank to six", "--max-tokens 8 --decode-tp 6 --order prefill-first"),
     ] {
         assert_identical(&run(&format!("{args} --model {}", model.display())).await, name);
     }
+    let uneven = format!("pair --prefill-tp 2 --model {}", model.display());
+    let options = PairOptions::try_parse_from(uneven.split_whitespace()).unwrap();
+    let error = format!("{:#}", pair::run(&options, env!("CARGO_BIN_EXE_pair").as_ref()).await.unwrap_err());
+    assert!(error.contains("3 KV heads do not spread evenly over 2 ranks"), "{error}");
 }

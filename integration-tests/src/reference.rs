@@ -29,6 +29,7 @@ impl Reference {
             dtype,
             blocks: 512,
             tokens_per_block: 16,
+            tp_size: 1,
             chunk_tokens: 64,
             max_running: 8,
             on_load_failure: LoadFailurePolicy::Recompute,

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use kvferry_kernels::copy::{RegionTable, copy, digest_side, gather_with_digest};
+use kvferry_kernels::copy::{RegionTable, copy, digest_side, gather_with_digest, pack_with_digest};
 use kvferry_protocol::BlockId;
 use kvferry_protocol::layout::{CacheView, KvLayout, KvShape, Selection, Shard, Side, plan};
 
@@ -30,6 +30,7 @@ fn benches(c: &mut Criterion) {
     let bytes = u64::from(BLOCKS) * layout("BLPNHC", 1).shape().block_bytes();
     let mut pool: Vec<u8> = (0..bytes * 2).map(|i| ((i * 31) >> 3) as u8).collect();
     let mut packed = vec![1; bytes as usize];
+    let mut slab = vec![1; bytes as usize];
     let scattered: Vec<BlockId> = (0..BLOCKS).map(|i| BlockId::new(i * 37 % POOL_BLOCKS)).collect();
     let in_order: Vec<BlockId> = (0..BLOCKS).map(BlockId::new).collect();
     let mut group = c.benchmark_group("gather");
@@ -45,6 +46,9 @@ fn benches(c: &mut Criterion) {
         group.bench_function(format!("{name}/copy"), |b| b.iter(|| copy(&plan, &src, &dst).unwrap()));
         group.bench_function(format!("{name}/copy+digest"), |b| {
             b.iter(|| gather_with_digest(&plan, &src, &dst).unwrap())
+        });
+        group.bench_function(format!("{name}/pack+digest"), |b| {
+            b.iter(|| pack_with_digest(&plan, &src, &mut slab).unwrap());
         });
         group.bench_function(format!("{name}/digest in place"), |b| {
             b.iter(|| digest_side(&plan, Side::Source, &src).unwrap());

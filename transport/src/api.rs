@@ -14,7 +14,7 @@ use crate::error::TransportError;
 
 /// One way of moving bytes between this endpoint and its peers.
 ///
-/// All calls return at once, except [`revoke`](Transport::revoke), which waits for a lane that is inside a read into the grant
+/// All calls return at once, except [`revoke`](Transport::revoke) and [`seal`](Transport::seal), which wait for a lane that is inside a read into the grant
 /// (one system call), and [`poll`](Transport::poll), which waits up to its time-out. Any thread may call; events come out in the
 /// order in which the transport learned of them, to whoever polls.
 pub trait Transport: Send + Sync + 'static {
@@ -66,6 +66,10 @@ pub trait Transport: Send + Sync + 'static {
     /// Withdraws a grant. After this returns no byte of it lands, ever; it needs no word from the peer. Revoking again, or a
     /// grant that ended with its session, returns at once.
     fn revoke(&self, grant: GrantKey);
+
+    /// Closes parts of a grant's window while the rest stays open. After this returns no byte of these extents is written any
+    /// more, so what was verified there may be read. Each must be a nest that does not overlap itself, as a plan gives them.
+    fn seal(&self, grant: GrantKey, extents: &[Extent]);
 
     /// Writes into a peer's window: `write.source` flows into `write.extents` in order. Its one completion is
     /// [`Event::Posted`]; at the receiver it becomes one [`Event::Landed`] with the notification, after all bytes landed.

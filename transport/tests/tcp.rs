@@ -10,14 +10,16 @@ use bytes::Bytes;
 use common::{
     KEY, RawPeer, VERSION, address, config, dialler, head, identity, key, node, node_with_key, shake, stream_to,
 };
-use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::{
     Challenge, ClusterKey, Declined, Dialler, FrameHeader, FrameKind, HandshakeError, Introduction, Refusal, VERSIONS,
     Verdict, VersionRange,
 };
+use kvferry_protocol::{PeerId, RegionId};
 use kvferry_transport::testing::{Node, PATIENCE, Proxy, ProxyPlan, peer};
-use kvferry_transport::{Event, GrantKey, PeerAddress, Source, TcpConfigFile, TransportError, Write};
+use kvferry_transport::{
+    Event, GrantKey, PeerAddress, Source, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError, Write,
+};
 
 const MIB: usize = 1 << 20;
 
@@ -67,6 +69,19 @@ fn a_write_cancelled_by_its_sender_ends_at_the_receiver_too() {
     raw.data.write_all(&[0x11; 4096]).unwrap();
     b.wait_stats("its payload is thrown away", |stats| stats.dropped_bytes == 4096);
     assert!(b.memory.is_all(0, 4096, 0));
+}
+
+#[test]
+fn a_peer_that_asks_without_end_and_reads_no_answer_is_sent_away() {
+    let mut b = node("b", config(), 64);
+    let mut raw = RawPeer::join(&mut b, "asks");
+    raw.control.set_write_timeout(Some(PATIENCE)).unwrap();
+    let pings = FrameHeader::empty(FrameKind::Ping).encode(VERSION).repeat(1 << 14);
+    // The answers to this would be 256 MiB.
+    let sent = (0..256).take_while(|_| raw.control.write_all(&pings).is_ok()).count();
+    assert!(sent < 256, "it listened to the end");
+    let Event::Down { reason, .. } = b.wait_down(&peer("asks", 1)) else { unreachable!("wait_down gives Down") };
+    assert!(matches!(reason, TransportError::Limit { .. }), "{reason}");
 }
 
 #[test]
@@ -408,4 +423,39 @@ fn a_recorded_proof_is_worth_nothing_to_another_listener_nonce() {
         recorded = proof;
     }
     assert_ne!(recorded, KEY);
+}
+
+#[test]
+fn an_older_start_that_was_away_meanwhile_does_not_replace_the_newer_one() {
+    let mut b = node("b", config(), 64);
+    let mut old = start(1);
+    let proxy = Proxy::new(address(&b), ProxyPlan::default());
+    old.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
+    b.wait_up(&peer("a", 1));
+    old.wait_up(&b.peer);
+    // Its host is cut off, so its engine is started elsewhere; then the host comes back.
+    proxy.set_plan(ProxyPlan { cut_after_bytes: Some(1), ..ProxyPlan::default() });
+    proxy.cut_all();
+    b.wait_down(&peer("a", 1));
+    let new = start(2);
+    new.transport.connect(&b.transport.local_address()).unwrap();
+    b.wait_up(&peer("a", 2));
+    old.wait_down(&b.peer);
+    proxy.set_plan(ProxyPlan::default());
+    let is_judged = |event: &Event| match event {
+        Event::Up { .. } => true,
+        Event::Down { reason, .. } => matches!(reason, TransportError::Ended { .. }),
+        _ => false,
+    };
+    let judged = old.wait("Up or a refusal", is_judged);
+    assert!(matches!(judged, Event::Down { .. }), "{judged:?}");
+    assert!(!b.drain().iter().any(|event| matches!(event, Event::Down { peer: Some(_), .. })), "the newer one stays");
+}
+
+/// The engine `a`, started for the `incarnation`-th time.
+fn start(incarnation: u64) -> Node {
+    let bind = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
+        Box::new(Tcp::bind(TcpConfig::try_from(config()).unwrap(), key(), peer, greeting).unwrap())
+    };
+    Node::new(&bind, peer("a", incarnation), 64)
 }

@@ -60,7 +60,7 @@ keys! {
     engine_id: String, "required", "Name of this serving instance: 1 to 64 characters out of `A-Z a-z 0-9 . _ -`.";
     role: String, "required", "`prefill`, `decode` or `both`.";
     order: String, "`decode-first`", "Who speaks first: `decode-first` (decode asks) or `prefill-first` (prefill offers).";
-    tp_size: u64, "1", "Ranks in the tensor-parallel group, 1 to 1024.";
+    tp_size: u64, "1", "Ranks in the tensor-parallel group, 1 to 1024; it divides the model's KV heads, or is a multiple of them.";
     tp_rank: u64, "0", "This worker's place in the tensor-parallel group.";
     pp_rank: u64, "0", "This worker's place in the pipeline-parallel group.";
     transport: String, "`tcp`", "`tcp`, or `loopback` (both engines in one process).";

@@ -24,7 +24,8 @@ use std::time::Duration;
 
 pub use request::{EngineFinish, Hold, Match, Request, RequestId, TransferParams};
 pub use step::{
-    Applied, BadStep, Cancel, Load, LoadFailure, Save, ScheduledRequest, ScheduledStep, StepMeta, StepResults,
+    Applied, BadStep, Cancel, Load, LoadFailure, Readers, Save, ScheduledRequest, ScheduledStep, Side, StepMeta,
+    StepResults,
 };
 
 use kvferry_protocol::{BlockId, LayerId};

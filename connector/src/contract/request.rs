@@ -51,8 +51,8 @@ pub enum TransferParams {
     Fetch {
         /// The hand-over.
         transfer: TransferId,
-        /// Where the prefill engine's worker listens.
-        from: PeerAddress,
+        /// Where the prefill engine's workers listen, by tensor-parallel rank: one address a rank, all of them.
+        from: Vec<PeerAddress>,
         /// An engine message that asks for the prompt, carried ahead of the grant and again after a cut, so the prefill engine
         /// takes the second one for the first; empty where a router has asked.
         ask: Vec<u8>,
@@ -61,8 +61,11 @@ pub enum TransferParams {
     Keep {
         /// The hand-over.
         transfer: TransferId,
-        /// The decode worker, where prefill speaks first; with decode first it makes itself known by its grant.
+        /// A worker of the decode engine, where prefill speaks first; with decode first its workers make themselves known by their
+        /// grants. Its other ranks are those of the same engine and incarnation.
         to: Option<PeerId>,
+        /// The decode engine's `tp_size`: from it each rank knows who reads from it.
+        readers: u16,
     },
 }
 

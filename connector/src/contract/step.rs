@@ -50,9 +50,28 @@ pub struct Cancel {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
-    /// For a keep of which nothing was computed yet, the decode worker that waits for it, if the request named it: it must hear
-    /// of the end, and nothing else would tell it.
+    /// Which end of it.
+    pub side: Side,
+    /// For a keep of which nothing was computed yet, who waits for it: they must hear of the end, and nothing else would tell them.
+    pub waiting: Option<Readers>,
+}
+
+/// Who reads a keep.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Readers {
+    /// A worker of the decode engine, if the request named it.
     pub to: Option<PeerId>,
+    /// How many ranks the decode engine has.
+    pub count: u16,
+}
+
+/// Which end of a hand-over this engine is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Side {
+    /// It loads.
+    Load,
+    /// It keeps what a peer loads.
+    Keep,
 }
 
 /// One load: a decode side's receive.
@@ -62,8 +81,8 @@ pub struct Load {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
-    /// Where the prefill worker listens.
-    pub from: PeerAddress,
+    /// Where the prefill workers listen, by tensor-parallel rank.
+    pub from: Vec<PeerAddress>,
     /// What its engine is asked, if the router did not ask it.
     pub ask: Vec<u8>,
     /// The request's blocks from the one that holds `tokens.start`.
@@ -81,8 +100,10 @@ pub struct Save {
     pub request: RequestId,
     /// The hand-over.
     pub transfer: TransferId,
-    /// The decode worker, where prefill speaks first.
+    /// A worker of the decode engine, where prefill speaks first.
     pub to: Option<PeerId>,
+    /// The decode engine's `tp_size`.
+    pub readers: u16,
     /// All blocks of the request so far, from token 0.
     pub blocks: Vec<BlockId>,
     /// Positions whose KV is complete after this step (all of `0..computed` is).
@@ -150,7 +171,7 @@ pub struct BadStep {
 
 impl StepMeta {
     /// Version of both values; scheduler and workers must agree.
-    pub const VERSION: u16 = 1;
+    pub const VERSION: u16 = 2;
 
     /// Whether there is nothing to do; what is settled can wait for a later step.
     #[must_use]

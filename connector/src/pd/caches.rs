@@ -88,10 +88,10 @@ impl Caches {
         first..first + self.layout().shape().heads
     }
 
-    /// Bytes of one token in one layer.
-    pub(crate) fn bytes_per_cell(&self) -> u64 {
+    /// Bytes of one token in one layer, of some heads.
+    pub(crate) fn bytes_per_cell(&self, heads: &Range<u16>) -> u64 {
         let shape = self.layout().shape();
-        u64::from(shape.heads) * shape.run_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>()
+        heads.len() as u64 * shape.run_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>()
     }
 
     /// Takes the pages of the blocks in some of the model's layers for reading. The engine's own memory has no guards.

@@ -9,8 +9,8 @@ use std::num::NonZeroU32;
 use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
 
 use crate::contract::{
-    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Request, RequestId, Save, ScheduledStep, Scheduler,
-    StepMeta, StepResults, TransferParams,
+    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Readers, Request, RequestId, Save, ScheduledStep,
+    Scheduler, Side, StepMeta, StepResults, TransferParams,
 };
 use crate::error::ConnectorError;
 
@@ -51,6 +51,7 @@ struct LoadState {
 struct KeepState {
     transfer: TransferId,
     to: Option<PeerId>,
+    readers: u16,
     prompt_tokens: u32,
     computed: u32,
     ended: BTreeSet<TpRank>,
@@ -92,6 +93,9 @@ impl PdScheduler {
             return Ok(()); // The second call of an asynchronous load: the request is admitted.
         }
         let refuse = |problem: String| ConnectorError::Request { request: request.id.clone(), problem };
+        if from.is_empty() {
+            return Err(refuse("no address to load from; name every worker of the prefill engine, by rank".to_owned()));
+        }
         let per_block = self.options.tokens_per_block.get();
         if !local_tokens.is_multiple_of(per_block) {
             return Err(refuse(format!(
@@ -120,7 +124,7 @@ impl PdScheduler {
         self.next.loads.push(Load {
             request: request.id.clone(),
             transfer: *transfer,
-            from: *from,
+            from: from.clone(),
             ask: ask.clone(),
             blocks: blocks[first_block.min(needed)..needed].to_vec(),
             tokens: local_tokens..end,
@@ -135,7 +139,8 @@ impl PdScheduler {
             return;
         };
         load.started.insert(rank);
-        if !load.surfaced && !load.aborted && load.started.len() >= usize::from(self.options.reporters) {
+        let wanted = !load.surfaced && !load.aborted && load.failure.is_none();
+        if wanted && load.started.len() >= usize::from(self.options.reporters) {
             load.surfaced = true;
             applied.loaded.push(id);
         }
@@ -151,11 +156,16 @@ impl PdScheduler {
             self.unknown_results += 1;
             return;
         }
-        // The shortest good prefix over the ranks is the good prefix of the request.
+        // One rank's failure is the request's: the others need not go on.
+        let cancel = failure.is_some() && load.failure.is_none() && !load.aborted && load.ended.len() < reporters;
         load.failure = match (load.failure.take(), failure) {
-            (Some(a), Some(b)) => Some(if a.good_tokens <= b.good_tokens { a } else { b }),
-            (a, b) => a.or(b),
+            (Some(first), Some(next)) => Some(shorter(first, next)),
+            (first, next) => first.or(next),
         };
+        if cancel {
+            self.next.cancels.push(Cancel { request: id, transfer: load.transfer, side: Side::Load, waiting: None });
+            return;
+        }
         if load.ended.len() < reporters {
             return;
         }
@@ -216,10 +226,11 @@ impl Scheduler for PdScheduler {
         match &request.params {
             None => Ok(()),
             Some(TransferParams::Fetch { .. }) => self.start_load(request, blocks, local_tokens, external_tokens),
-            Some(TransferParams::Keep { transfer, to }) => {
+            Some(TransferParams::Keep { transfer, to, readers }) => {
                 self.keeps.entry(request.id.clone()).or_insert_with(|| KeepState {
                     transfer: *transfer,
                     to: to.clone(),
+                    readers: *readers,
                     prompt_tokens: request.prompt_tokens,
                     computed: 0,
                     ended: BTreeSet::new(),
@@ -247,6 +258,7 @@ impl Scheduler for PdScheduler {
                 request: request.id.clone(),
                 transfer: keep.transfer,
                 to: keep.to.clone(),
+                readers: keep.readers,
                 blocks: request.blocks.clone(),
                 computed,
                 prompt_tokens: keep.prompt_tokens,
@@ -262,14 +274,17 @@ impl Scheduler for PdScheduler {
         if let Some(load) = self.loads.get_mut(request) {
             load.aborted = true;
             held = Some(load.transfer);
-            self.next.cancels.push(Cancel { request: request.clone(), transfer: load.transfer, to: None });
+            let (request, transfer) = (request.clone(), load.transfer);
+            self.next.cancels.push(Cancel { request, transfer, side: Side::Load, waiting: None });
         }
         if let Some(keep) = self.keeps.get_mut(request) {
             let incomplete = keep.computed < keep.prompt_tokens;
             if how == EngineFinish::Aborted || incomplete {
+                let (request, transfer) = (request.clone(), keep.transfer);
                 // Once it has begun, the worker knows whom it is with, and whether it is over.
-                let (request, to) = (request.clone(), keep.to.clone().filter(|_| keep.computed == 0));
-                self.next.cancels.push(Cancel { request, transfer: keep.transfer, to });
+                let readers = || Readers { to: keep.to.clone(), count: keep.readers };
+                let waiting = (keep.computed == 0).then(readers);
+                self.next.cancels.push(Cancel { request, transfer, side: Side::Keep, waiting });
             }
             keep.held = true;
             held = Some(keep.transfer);
@@ -300,6 +315,13 @@ impl Scheduler for PdScheduler {
     fn has_pending(&self) -> bool {
         !self.loads.is_empty() || !self.keeps.is_empty() || !self.next.is_empty()
     }
+}
+
+/// Two ranks' failures of one load as one: the shortest good prefix is the request's, and the first reason is the cause, since the
+/// ranks that follow were cancelled because of it.
+fn shorter(first: LoadFailure, next: LoadFailure) -> LoadFailure {
+    let reason = first.reason.clone();
+    LoadFailure { reason, ..if first.good_tokens <= next.good_tokens { first } else { next } }
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 //! An engine without a model: it stores keys that say where they belong, step by step, through the contract.
+#![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses a part of it")]
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -262,13 +263,16 @@ fn element(layer: u16, plane: u32, head: u32, token: u32, d: u32) -> f32 {
 }
 
 pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: PeerAddress) -> Request {
-    let params =
-        TransferParams::Fetch { transfer: kvferry_protocol::TransferId::new(transfer), from, ask: b"please".to_vec() };
+    let params = TransferParams::Fetch {
+        transfer: kvferry_protocol::TransferId::new(transfer),
+        from: vec![from],
+        ask: b"please".to_vec(),
+    };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 
 pub(crate) fn keep(id: &str, transfer: u128, prompt_tokens: u32, to: Option<kvferry_protocol::PeerId>) -> Request {
-    let params = TransferParams::Keep { transfer: kvferry_protocol::TransferId::new(transfer), to };
+    let params = TransferParams::Keep { transfer: kvferry_protocol::TransferId::new(transfer), to, readers: 1 };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 

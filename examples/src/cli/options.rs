@@ -52,6 +52,10 @@ pub struct EngineOptions {
     /// The most requests that are computed at the same time
     #[arg(long, value_name = "COUNT", default_value = "16")]
     pub max_running: NonZeroU32,
+    /// Tensor-parallel ranks: each holds the KV of some heads and has a connector of its own. Must divide the model's KV heads, or
+    /// be a multiple of them
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub tp: u16,
 }
 
 impl EngineOptions {
@@ -63,6 +67,7 @@ impl EngineOptions {
             dtype: self.kv_dtype,
             blocks: self.blocks.get(),
             tokens_per_block: self.block,
+            tp_size: self.tp,
             chunk_tokens: self.chunk.get() as usize,
             max_running: self.max_running.get() as usize,
             on_load_failure: LoadFailurePolicy::Recompute,
@@ -159,6 +164,18 @@ pub struct PairOptions {
     /// The most prompt tokens that are computed in one step
     #[arg(long, value_name = "TOKENS", default_value = "128")]
     pub chunk: NonZeroU32,
+    /// Tensor-parallel ranks of each prefill node
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub prefill_tp: u16,
+    /// Tensor-parallel ranks of each decode node
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub decode_tp: u16,
+    /// Prefill nodes, which take prompts in turn
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub prefill_nodes: u16,
+    /// Decode nodes, to which prompts go in turn
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub decode_nodes: u16,
     /// How the nodes reach each other.
     #[command(flatten)]
     pub link: LinkOptions,
@@ -190,7 +207,7 @@ mod tests {
         let options = PairOptions::try_parse_from(
             "pair --model embedded --prompts p.txt --max-tokens 8 --concurrency 8 --order prefill-first --kv-dtype bf16 \
              --prefill-layout LPBNHC --decode-layout BHLPNC --prefill-block 16 --decode-block 7 --transport tcp \
-             --link-gbps 2.5 --json"
+             --link-gbps 2.5 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json"
                 .split_whitespace(),
         )
         .unwrap();
@@ -200,6 +217,8 @@ mod tests {
         );
         assert_eq!((options.decode_layout.to_string(), options.decode_block), ("BHLPNC".into(), 7));
         assert_eq!(options.link.link_gbps, Some(2.5));
+        assert_eq!((options.prefill_tp, options.decode_tp), (4, 2));
+        assert_eq!((options.prefill_nodes, options.decode_nodes), (2, 3));
     }
 
     #[test]
@@ -215,6 +234,8 @@ mod tests {
             ("--transport pigeon", "tcp"),
             ("--link-gbps -2", "-2"),
             ("--link-gbps NaN", "0.001 to 1000"),
+            ("--prefill-tp 0", "1..=64"),
+            ("--decode-nodes 17", "1..=16"),
             ("--fast", "--fast"),
         ] {
             let line = format!("pair {args}");

@@ -3,16 +3,14 @@
 use std::sync::Arc;
 
 use kvferry::contract::{Ready, RequestId, Worker};
-use kvferry_kernels::{
-    AttentionBatch, AttentionOptions, AttentionSequence, HostKvCache, KernelError, KvDtype, Placement, Slot, Threads,
-    paged_attention, store_kv,
-};
+use kvferry_kernels::{AttentionSequence, KernelError, KvDtype, Slot, Threads};
 use kvferry_protocol::LayerId;
-use kvferry_protocol::layout::{KvShape, LayoutOrder};
+use kvferry_protocol::layout::{LayoutOrder, TpError};
 
+use super::ranks::Rank;
 use super::sampling::choose;
 use super::step::{Sampled, SequenceStep, StepOutput, StepPlan};
-use crate::model::{Model, ModelConfig, Rows};
+use crate::model::{Model, Rows};
 
 /// The shape of a runner's KV cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,6 +23,8 @@ pub struct CacheConfig {
     pub blocks: u32,
     /// Tokens in a block.
     pub tokens_per_block: u32,
+    /// Tensor-parallel ranks over which KV heads and their attention are spread; each has a cache of this shape for its heads.
+    pub tp_size: u16,
 }
 
 /// Why a runner cannot start, or a step could not be computed.
@@ -41,6 +41,13 @@ pub enum RunnerError {
         /// Why.
         #[source]
         source: KernelError,
+    },
+    /// The model's KV heads do not spread over the ranks.
+    #[error("the model cannot be run on so many ranks")]
+    Ranks {
+        /// Why not.
+        #[source]
+        source: TpError,
     },
     /// A kernel refused a layer of a step.
     #[error("step {step}, layer {layer}: {what} was refused")]
@@ -67,85 +74,79 @@ pub enum RunnerError {
     },
 }
 
-/// Computes steps; owns the cache's memory.
+/// Computes steps; owns the memory of the ranks' caches.
 pub struct Runner {
     model: Arc<Model>,
-    cache: HostKvCache,
+    ranks: Vec<Rank>,
     threads: Threads,
     rows: Rows,
 }
 
 impl Runner {
-    /// Allocates the cache.
+    /// Allocates a cache for each rank.
     ///
     /// # Errors
-    /// [`RunnerError::Cache`] if there is not enough memory, or the shape has no layout.
+    /// [`RunnerError::Ranks`] if the KV heads do not spread evenly over the ranks; [`RunnerError::Cache`] if there is not enough
+    /// memory, or the shape has no layout.
     pub fn new(model: Arc<Model>, cache: CacheConfig) -> Result<Self, RunnerError> {
-        let CacheConfig { order, dtype, blocks, tokens_per_block } = cache;
-        let shape = kv_shape(model.config(), dtype, blocks, tokens_per_block);
-        let cache = HostKvCache::new(shape, dtype, order, Placement::OneRegion)
-            .map_err(|source| RunnerError::Cache { blocks, order, source })?;
-        Ok(Self { model, cache, threads: Threads::single(), rows: Rows::default() })
+        let ranks = Rank::all(model.config(), cache)?;
+        Ok(Self { model, ranks, threads: Threads::single(), rows: Rows::default() })
     }
 
-    /// The cache, to register it with a connector; clones share its memory.
+    /// The ranks, by their number.
     #[must_use]
-    pub const fn cache(&self) -> &HostKvCache {
-        &self.cache
+    pub fn ranks(&self) -> &[Rank] {
+        &self.ranks
     }
 
     /// Computes a step: every layer's K and V go into the cache, and sequences that sample get their next token.
     ///
-    /// The connector hears of each layer twice: before its cache is touched, to wait for what still lands in it, and after its
-    /// attention, when its new K and V may be read and sent.
+    /// `connectors` has one for each rank. Each hears of every layer twice: before its cache is touched, to wait for what still
+    /// lands in it, and after its attention, when its new K and V may be read and sent.
     ///
     /// # Errors
     /// [`RunnerError`]; the step's slots are undefined then, so the connector is not told that they are complete.
-    pub fn run(&mut self, plan: &StepPlan, connector: &mut dyn Worker) -> Result<StepOutput, RunnerError> {
+    pub fn run<W: Worker>(&mut self, plan: &StepPlan, connectors: &mut [W]) -> Result<StepOutput, RunnerError> {
         let mut output = StepOutput::empty(plan.number);
-        if let Err(error) = connector.begin_step(plan.connector.clone()) {
-            // The connector reports the request's failure by itself; the rest of the step goes on.
-            tracing::warn!(step = plan.number, %error, "the connector refused a part of the step");
+        for connector in &mut *connectors {
+            if let Err(error) = connector.begin_step(plan.connector.clone()) {
+                // The connector reports the request's failure by itself; the rest of the step goes on.
+                tracing::warn!(step = plan.number, %error, "the connector refused a part of the step");
+            }
         }
         if !plan.sequences.is_empty() {
-            let batch = Batch::of(plan, self.cache.layout().shape().tokens_per_block)?;
-            self.compute(plan.number, &batch, connector, &mut output.void)?;
+            let batch = Batch::of(plan, self.ranks[0].cache().layout().shape().tokens_per_block)?;
+            self.compute(plan.number, &batch, connectors, &mut output.void)?;
             output.sampled = self.sample(plan, &batch);
         }
-        connector.wait_saved();
-        output.connector = connector.poll();
+        connectors.iter_mut().for_each(W::wait_saved);
+        output.connector = connectors.iter_mut().map(W::poll).collect();
         Ok(output)
     }
 
-    fn compute(
+    fn compute<W: Worker>(
         &mut self,
         step: u64,
         batch: &Batch<'_>,
-        connector: &mut dyn Worker,
+        connectors: &mut [W],
         void: &mut Vec<RequestId>,
     ) -> Result<(), RunnerError> {
         self.model.embed(&batch.tokens, &batch.positions, &mut self.rows);
         for layer in 0..self.model.config().layers {
             let id = LayerId::new(layer as u16);
             self.model.project(layer, &mut self.rows);
-            void.extend(
-                connector.wait_layer(id).into_iter().filter(|request| !void.contains(request)).collect::<Vec<_>>(),
-            );
-            self.attend(step, id, batch)?;
-            connector.save_layer(id, Ready::Now);
+            for connector in &mut *connectors {
+                let failed = connector.wait_layer(id);
+                void.extend(failed.into_iter().filter(|request| !void.contains(request)).collect::<Vec<_>>());
+            }
+            for (rank, connector) in self.ranks.iter_mut().zip(&mut *connectors) {
+                rank.attend(id, &batch.slots, &batch.sequences, self.model.config(), &self.threads, &mut self.rows)
+                    .map_err(|(what, source)| RunnerError::Kernel { step, layer: id, what, source })?;
+                connector.save_layer(id, Ready::Now);
+            }
             self.model.finish_layer(layer, &mut self.rows);
         }
         Ok(())
-    }
-
-    fn attend(&mut self, step: u64, layer: LayerId, batch: &Batch<'_>) -> Result<(), RunnerError> {
-        let refused = |what| move |source| RunnerError::Kernel { step, layer, what, source };
-        let (rows, config) = (&mut self.rows, self.model.config());
-        store_kv(&self.cache, layer.get(), &batch.slots, &rows.k, Some(&rows.v)).map_err(refused("store_kv"))?;
-        let queries = AttentionBatch { queries: &rows.q, q_heads: config.heads, sequences: &batch.sequences };
-        let options = AttentionOptions::causal(1.0 / (config.head_dim as f32).sqrt());
-        paged_attention(&self.cache, layer.get(), &queries, &options, &self.threads, &mut rows.attention)
-            .map_err(refused("paged_attention"))
     }
 
     fn sample(&self, plan: &StepPlan, batch: &Batch<'_>) -> Vec<Sampled> {
@@ -168,19 +169,6 @@ impl Runner {
             })
         };
         sampling.iter().zip(logits.chunks_exact(vocab)).filter_map(choose).collect()
-    }
-}
-
-/// The cache's shape for a model.
-#[must_use]
-pub fn kv_shape(model: &ModelConfig, dtype: KvDtype, blocks: u32, tokens_per_block: u32) -> KvShape {
-    let run = (model.head_dim * dtype.bytes()) as u32;
-    KvShape {
-        layers: model.layers as u16,
-        blocks,
-        heads: model.kv_heads as u16,
-        tokens_per_block,
-        run_bytes: vec![run, run],
     }
 }
 

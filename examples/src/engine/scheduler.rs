@@ -251,7 +251,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             }
         }
         let mut void = output.void;
-        let Applied { loaded, failed, released, unwanted } = self.connector.apply(vec![output.connector]);
+        let Applied { loaded, failed, released, unwanted } = self.connector.apply(output.connector);
         for id in loaded {
             events.extend(self.loaded(&id));
         }

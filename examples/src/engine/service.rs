@@ -155,20 +155,20 @@ impl EngineHandle {
 const MOST_UPDATES: usize = 1 << 24;
 
 impl EngineService {
-    /// Starts an engine on a thread named `engine`.
+    /// Starts an engine on a thread named `engine`, with a connector for each of the runner's ranks.
     ///
     /// # Errors
     /// The operating system's, if it gives no thread.
-    pub fn start<C, W>(scheduler: Scheduler<C>, runner: Runner, connector: W) -> std::io::Result<Self>
+    pub fn start<C, W>(scheduler: Scheduler<C>, runner: Runner, connectors: Vec<W>) -> std::io::Result<Self>
     where
         C: contract::Scheduler + 'static,
         W: Worker + 'static,
     {
         let (commands, receiver) = sync_channel(COMMANDS);
-        let mut engine = EngineLoop { scheduler, runner, connector, clients: HashMap::new() };
+        let mut engine = EngineLoop { scheduler, runner, connectors, clients: HashMap::new() };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             engine.run(&receiver);
-            engine.connector.shutdown(GRACE);
+            engine.connectors.iter_mut().for_each(|connector| connector.shutdown(GRACE));
         })?;
         Ok(Self { handle: EngineHandle { commands }, thread: Some(thread) })
     }
@@ -195,7 +195,7 @@ impl Drop for EngineService {
 struct EngineLoop<C, W> {
     scheduler: Scheduler<C>,
     runner: Runner,
-    connector: W,
+    connectors: Vec<W>,
     clients: HashMap<RequestId, mpsc::Sender<Update>>,
 }
 
@@ -215,7 +215,7 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
             }
             let (plan, events) = self.scheduler.plan();
             self.tell(events);
-            let events = match self.runner.run(&plan, &mut self.connector) {
+            let events = match self.runner.run(&plan, &mut self.connectors) {
                 Ok(output) => self.scheduler.apply(&plan, output),
                 Err(error) => {
                     tracing::error!(step = plan.number, %error, "a step was not computed");

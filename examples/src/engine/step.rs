@@ -1,7 +1,7 @@
 //! What the scheduler half and the runner half tell each other: one plan down, one output up, both serialisable.
 
 use kvferry::contract::{RequestId, StepMeta, StepResults};
-use kvferry_protocol::{BlockId, TpRank};
+use kvferry_protocol::BlockId;
 use serde::{Deserialize, Serialize};
 
 /// How the next token is chosen from the logits.
@@ -56,8 +56,8 @@ pub struct StepOutput {
     /// Requests whose KV did not come while they were computed: their part of the step is void, and the connector's verdict
     /// follows in this or a later output.
     pub void: Vec<RequestId>,
-    /// What the connector's worker half reports.
-    pub connector: StepResults,
+    /// What the connector's worker halves report, one a rank.
+    pub connector: Vec<StepResults>,
 }
 
 /// A chosen token.
@@ -75,6 +75,6 @@ impl StepOutput {
     /// Nothing happened.
     #[must_use]
     pub fn empty(number: u64) -> Self {
-        Self { number, sampled: Vec::new(), void: Vec::new(), connector: StepResults::empty(TpRank::new(0)) }
+        Self { number, sampled: Vec::new(), void: Vec::new(), connector: Vec::new() }
     }
 }

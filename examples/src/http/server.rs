@@ -41,10 +41,29 @@ pub trait Router: Send + Sync {
 
 /// Why no prefill node takes a prompt.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("no prefill node takes the prompt: {problem}")]
-pub struct RouteError {
-    /// Why not, and what to do.
-    pub problem: String,
+#[non_exhaustive]
+pub enum RouteError {
+    /// None ever will.
+    #[error("the prompt cannot be sent to a prefill node: {problem}; shorten it")]
+    Prompt {
+        /// Why not.
+        problem: String,
+    },
+    /// None does now.
+    #[error("no prefill node takes the prompt: {problem}")]
+    Unavailable {
+        /// Why not, and what to do.
+        problem: String,
+    },
+}
+
+impl From<RouteError> for ApiError {
+    fn from(error: RouteError) -> Self {
+        match error {
+            RouteError::Prompt { .. } => Self::invalid(Some("prompt"), error.to_string()),
+            RouteError::Unavailable { .. } => Self::unavailable(error.to_string()),
+        }
+    }
 }
 
 /// Everything is computed here.
@@ -65,8 +84,8 @@ pub struct Frontend {
     pub model: LoadedModel,
     /// Who prefills.
     pub router: Arc<dyn Router>,
-    /// What `GET /metrics` tells.
-    pub metrics: Arc<Metrics>,
+    /// What `GET /metrics` tells, a rank each.
+    pub metrics: Vec<Arc<Metrics>>,
 }
 
 /// The routes: `POST /v1/completions`, `GET /v1/models`, `GET /health`, `GET /metrics`.
@@ -85,9 +104,9 @@ pub fn router(frontend: Frontend) -> axum::Router {
 }
 
 /// Only `GET /metrics`, for a node without completions.
-pub fn metrics_router(engine: EngineHandle, metrics: Arc<Metrics>) -> axum::Router {
+pub fn metrics_router(engine: EngineHandle, metrics: Vec<Arc<Metrics>>) -> axum::Router {
     let page = move || {
-        let (engine, metrics) = (engine.clone(), Arc::clone(&metrics));
+        let (engine, metrics) = (engine.clone(), metrics.clone());
         async move { metrics_page(&engine, &metrics).await }
     };
     axum::Router::new().route("/metrics", get(page))
@@ -112,14 +131,44 @@ async fn metrics(State(frontend): State<Arc<Frontend>>) -> Result<Response, ApiE
 }
 
 /// kvferry's metrics, with what only the engine knows.
-async fn metrics_page(engine: &EngineHandle, metrics: &Metrics) -> Result<Response, ApiError> {
+async fn metrics_page(engine: &EngineHandle, metrics: &[Arc<Metrics>]) -> Result<Response, ApiError> {
     let state = engine.snapshot().await?;
-    metrics.record_pool(&state.pool);
-    metrics.recomputed_tokens_total.advance_to(state.recomputed_tokens);
-    metrics.failed_requests_total.advance_to(state.failed_requests);
-    let mut response = metrics.prometheus(&[]).into_response();
+    // Blocks are the same on every rank: rank 0 tells of them.
+    if let Some(metrics) = metrics.first() {
+        metrics.record_pool(&state.pool);
+        metrics.recomputed_tokens_total.advance_to(state.recomputed_tokens);
+        metrics.failed_requests_total.advance_to(state.failed_requests);
+    }
+    let mut response = page_of_ranks(metrics).into_response();
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
     Ok(response)
+}
+
+/// One page of all ranks. A metric stands on it once, with the samples of each rank under its label.
+fn page_of_ranks(metrics: &[Arc<Metrics>]) -> String {
+    if let [only] = metrics {
+        return only.prometheus(&[]);
+    }
+    let page = |(rank, metrics): (usize, &Arc<Metrics>)| metrics.prometheus(&[("tp_rank", &rank.to_string())]);
+    let pages: Vec<String> = metrics.iter().enumerate().map(page).collect();
+    // Pages of one build have the same metrics in the same order, each begun by two lines of comment.
+    let mut ranks: Vec<_> = pages.iter().map(|page| page.lines().peekable()).collect();
+    let mut all = String::with_capacity(pages.iter().map(String::len).sum());
+    while ranks.first_mut().is_some_and(|rank| rank.peek().is_some()) {
+        for (number, rank) in ranks.iter_mut().enumerate() {
+            while let Some(comment) = rank.next_if(|line| line.starts_with('#')) {
+                if number == 0 {
+                    all.push_str(comment);
+                    all.push('\n');
+                }
+            }
+            while let Some(sample) = rank.next_if(|line| !line.starts_with('#')) {
+                all.push_str(sample);
+                all.push('\n');
+            }
+        }
+    }
+    all
 }
 
 async fn completions(
@@ -157,7 +206,7 @@ impl Frontend {
             0.0 => Sampling::Greedy,
             temperature => Sampling::Temperature { temperature, seed: body.seed },
         };
-        let transfer = self.router.route(&prompt).map_err(|error| ApiError::unavailable(error.to_string()))?;
+        let transfer = self.router.route(&prompt)?;
         let prompt_tokens = prompt.len();
         let submission = Submission {
             sampling,
@@ -296,5 +345,25 @@ impl Answer {
             "ttft_ms": first.map(|(at, _)| ms(*at)), "total_ms": ms(end),
             "first_logits": first.and_then(|(_, digest)| digest.clone()),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_of_several_ranks_names_each_metric_once_and_has_all_samples() {
+        let ranks: Vec<_> = (0..3).map(|_| Arc::new(Metrics::new())).collect();
+        ranks.iter().zip(1..).for_each(|(metrics, tokens)| metrics.loaded_tokens_total.add(tokens));
+        let (page, one) = (page_of_ranks(&ranks), ranks[0].prometheus(&[]));
+        let comments =
+            |page: &str| page.lines().filter(|line| line.starts_with('#')).map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(comments(&page), comments(&one));
+        let samples = |page: &str| page.lines().filter(|line| !line.starts_with('#')).count();
+        assert_eq!(samples(&page), 3 * samples(&one));
+        let tokens = page.lines().skip_while(|line| !line.starts_with("kvferry_loaded_tokens_total")).take(3);
+        let want = [0, 1, 2].map(|rank| format!("kvferry_loaded_tokens_total{{tp_rank=\"{rank}\"}} {}", rank + 1));
+        assert_eq!(tokens.collect::<Vec<_>>(), want);
     }
 }

@@ -25,10 +25,13 @@ pub(super) struct GgufFile {
 impl GgufFile {
     pub(super) fn open(path: &Path) -> Result<Self, ModelError> {
         let open = |source| ModelError::Open { path: path.into(), source };
-        let file = File::open(path).map_err(open)?;
-        if file.metadata().map_err(open)?.is_dir() {
-            return Err(open(std::io::ErrorKind::IsADirectory.into()));
+        // Before it is opened: a pipe would wait for a writer.
+        let kind = std::fs::metadata(path).map_err(open)?.file_type();
+        if !kind.is_file() {
+            let found = if kind.is_dir() { "a folder" } else { "no regular file" };
+            return Err(open(std::io::Error::new(std::io::ErrorKind::InvalidInput, format!("it is {found}"))));
         }
+        let file = File::open(path).map_err(open)?;
         let mut reader = BufReader::new(file);
         let header = |problem: String| ModelError::Header { path: path.into(), problem };
         // The parser checks lengths against the file's, but some arithmetic on them (an alignment of 0) panics.

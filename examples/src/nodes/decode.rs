@@ -9,7 +9,8 @@ use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
 use crate::http::{Frontend, LocalRouter, Router, router};
 use crate::model::TextStream;
 use crate::node::LoadedModel;
-use crate::pd::{PdNode, PrefillRouter};
+use crate::pd::PdNode;
+use crate::prefills::PrefillAddress;
 use anyhow::Context;
 use clap::Parser;
 use kvferry::config::Role;
@@ -25,9 +26,10 @@ pub struct DecodeOptions {
     engine: EngineOptions,
     #[command(flatten)]
     link: LinkOptions,
-    /// The prefill nodes that compute prompts, in turn; one that is down is passed over
-    #[arg(long, value_name = "IP:PORT,...", value_delimiter = ',')]
-    prefill: Vec<SocketAddr>,
+    /// The prefill nodes that compute prompts, in turn; one that is down is passed over. A node with several ranks is written as
+    /// all their addresses, by rank, joined by +
+    #[arg(long, value_name = "IP:PORT[+IP:PORT...],...", value_delimiter = ',')]
+    prefill: Vec<PrefillAddress>,
     /// Serve POST /v1/completions there; port 0 takes a free one. The address is printed as one line of JSON
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
@@ -52,7 +54,7 @@ pub struct DecodeOptions {
 struct Node {
     engine: EngineService,
     router: Arc<dyn Router>,
-    metrics: Arc<Metrics>,
+    metrics: Vec<Arc<Metrics>>,
 }
 
 fn temperature(text: &str) -> Result<f32, String> {
@@ -82,13 +84,13 @@ pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
 fn start(options: &DecodeOptions, model: &LoadedModel) -> anyhow::Result<Node> {
     let config = options.engine.node();
     if options.prefill.is_empty() {
-        let (router, metrics) = (Arc::new(LocalRouter), Arc::new(Metrics::new()));
+        let (router, metrics) = (Arc::new(LocalRouter), vec![Arc::new(Metrics::new())]);
         return Ok(Node { engine: model.start_local(&config)?, router, metrics });
     }
     let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
-    let PdNode { engine, metrics, connector, .. } = PdNode::start(model, &config, raw, &options.prefill)?;
-    let router = Arc::new(PrefillRouter::new(options.prefill.clone(), connector));
-    Ok(Node { engine, router, metrics })
+    let node = PdNode::start(model, &config, raw)?;
+    let router = Arc::new(node.router(&options.prefill)?);
+    Ok(Node { engine: node.engine, router, metrics: node.metrics })
 }
 
 async fn serve(options: &DecodeOptions, model: LoadedModel, node: Node, address: SocketAddr) -> anyhow::Result<()> {

@@ -11,7 +11,6 @@ use crate::pd::PdNode;
 use anyhow::Context;
 use clap::Parser;
 use kvferry::config::Role;
-use kvferry_transport::PeerAddress;
 use serde_json::json;
 
 /// Prefills prompts for decode nodes. KVFERRY_PSK must hold the cluster's key
@@ -22,7 +21,8 @@ pub struct PrefillOptions {
     engine: EngineOptions,
     #[command(flatten)]
     link: LinkOptions,
-    /// Where decode nodes connect; port 0 takes a free one. The address is printed as one line of JSON
+    /// Where decode nodes connect; port 0 takes a free one. With several ranks, rank n listens n ports higher. The addresses are
+    /// printed as one line of JSON
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<SocketAddr>,
     /// Serve GET /metrics there
@@ -43,17 +43,18 @@ pub struct PrefillOptions {
 pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
     let raw = options.link.connector(options.config.as_deref(), Role::Prefill, options.listen)?;
     let model = LoadedModel::load(&options.engine.model)?;
-    let node = Arc::new(PdNode::start(&model, &options.engine.node(), raw, &[])?);
+    let node = Arc::new(PdNode::start(&model, &options.engine.node(), raw)?);
     let mut metrics = None;
     if let Some(address) = options.metrics {
         let listener = tokio::net::TcpListener::bind(address).await;
         let listener = listener.with_context(|| format!("--metrics {address} cannot be listened on"))?;
         metrics = Some(listener.local_addr()?.to_string());
-        let routes = metrics_router(node.engine.handle(), Arc::clone(&node.metrics));
+        let routes = metrics_router(node.engine.handle(), node.metrics.clone());
         tokio::spawn(async move { axum::serve(listener, routes).await });
     }
-    let PeerAddress::Tcp(transfer) = node.address else { anyhow::bail!("{:?} is no TCP address", node.address) };
-    println!("{}", json!({ "node": "prefill", "transfer": transfer.to_string(), "metrics": metrics }));
+    // `transfer` is rank 0's, `transfers` are all ranks': what a decode node's --prefill takes, joined by +.
+    let transfers: Vec<_> = node.prefill_address()?.ranks().iter().map(SocketAddr::to_string).collect();
+    println!("{}", json!({ "node": "prefill", "transfer": transfers[0], "transfers": transfers, "metrics": metrics }));
     let stop = Arc::new(AtomicBool::new(false));
     let desk = {
         let (node, stop) = (Arc::clone(&node), Arc::clone(&stop));

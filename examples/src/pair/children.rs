@@ -1,4 +1,4 @@
-//! The two nodes as processes of their own.
+//! The nodes as processes of their own.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -15,56 +15,53 @@ use super::{Role, blocks, report};
 use crate::cli::PairOptions;
 use crate::pd::random_bits;
 
-/// A prefill and a decode node; both are killed when this is dropped, and end by themselves if this process dies.
+/// Some prefill and some decode nodes; all are killed when this is dropped, and end by themselves if this process dies.
 pub(super) struct Pair {
-    prefill: Child,
-    decode: Child,
-    metrics: Client,
-    http: Client,
+    prefill: Vec<Node>,
+    decode: Vec<Node>,
+}
+
+/// One node and where it answers: a prefill node its metrics, a decode node completions too.
+struct Node {
+    child: Child,
+    client: Client,
 }
 
 impl Pair {
-    /// Starts both; they can serve sequences of `longest` tokens.
+    /// Starts all; each can serve sequences of `longest` tokens.
     pub(super) async fn start(program: &Path, options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
-        let mut command = node(
-            program,
-            options,
-            Role::Prefill,
-            &key,
-            options.prefill_layout.to_string(),
-            options.prefill_block,
-            longest,
-        )?;
-        command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
-        let (prefill, said) = spawn(command, "prefill").await?;
-        let transfer = address(&said, "transfer")?;
-        let metrics = Client { address: address(&said, "metrics")? };
-        let mut command = node(
-            program,
-            options,
-            Role::Decode,
-            &key,
-            options.decode_layout.to_string(),
-            options.decode_block,
-            longest,
-        )?;
-        command.args(["--http", "127.0.0.1:0", "--prefill", &transfer.to_string()]);
-        let (decode, said) = spawn(command, "decode").await?;
-        let http = Client { address: address(&said, "http")? };
-        Ok(Self { prefill, decode, metrics, http })
+        let mut pair = Self { prefill: Vec::new(), decode: Vec::new() };
+        let mut addresses = Vec::new();
+        for _ in 0..options.prefill_nodes {
+            let mut command = node(program, options, Role::Prefill, &key, longest);
+            command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
+            let (child, said) = spawn(command, "prefill").await?;
+            let ranks = said["transfers"].as_array().with_context(|| format!("no transfers in {said}"))?;
+            let ranks: Option<Vec<&str>> = ranks.iter().map(Value::as_str).collect();
+            addresses.push(ranks.with_context(|| format!("transfers are no addresses in {said}"))?.join("+"));
+            pair.prefill.push(Node { child, client: Client { address: address(&said, "metrics")? } });
+        }
+        for _ in 0..options.decode_nodes {
+            let mut command = node(program, options, Role::Decode, &key, longest);
+            command.args(["--http", "127.0.0.1:0", "--prefill", &addresses.join(",")]);
+            let (child, said) = spawn(command, "decode").await?;
+            pair.decode.push(Node { child, client: Client { address: address(&said, "http")? } });
+        }
+        Ok(pair)
     }
 
-    pub(super) const fn decode_client(&self) -> Client {
-        self.http
+    /// The decode node whose turn a prompt is.
+    pub(super) fn decode_client(&self, prompt: usize) -> Client {
+        self.decode[prompt % self.decode.len()].client
     }
 
-    /// The counters of decode and prefill, once nothing of a transfer is held any more: the last verdict may still be on its way
-    /// when the last answer is here. If something stays, the report says so.
+    /// The counters of all decode nodes and of all prefill nodes, once nothing of a transfer is held any more: the last verdict may
+    /// still be on its way when the last answer is here. If something stays, the report says so.
     pub(super) async fn settled_metrics(&self) -> anyhow::Result<(String, String)> {
         let deadline = std::time::Instant::now() + GRACE;
         loop {
-            let pages = (self.http.get("/metrics").await?, self.metrics.get("/metrics").await?);
+            let pages = (pages(&self.decode).await?, pages(&self.prefill).await?);
             if report::still_held(&pages.0) + report::still_held(&pages.1) == 0 || std::time::Instant::now() > deadline
             {
                 return Ok(pages);
@@ -73,9 +70,10 @@ impl Pair {
         }
     }
 
-    /// Ends both and waits until they are gone.
-    pub(super) async fn stop(mut self) {
-        for (name, child) in [("decode", &mut self.decode), ("prefill", &mut self.prefill)] {
+    /// Ends all and waits until they are gone.
+    pub(super) async fn stop(self) {
+        let nodes = self.decode.into_iter().map(|node| ("decode", node));
+        for (name, Node { mut child, .. }) in nodes.chain(self.prefill.into_iter().map(|node| ("prefill", node))) {
             // The end of their standard input is their signal to go.
             drop(child.stdin.take());
             match tokio::time::timeout(GRACE, child.wait()).await {
@@ -93,27 +91,40 @@ impl Pair {
     }
 }
 
+/// The metrics of some nodes, one page after another.
+async fn pages(nodes: &[Node]) -> anyhow::Result<String> {
+    let mut all = String::new();
+    for node in nodes {
+        all += &node.client.get("/metrics").await?;
+    }
+    Ok(all)
+}
+
 /// Half an hour: eight prompts of 1,500 tokens queue for minutes on two slow cores.
 const TRANSFER_DEADLINE_MS: &str = "1800000";
 /// How long a node may take to end by itself.
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
-fn node(
-    program: &Path,
-    options: &PairOptions,
-    role: Role,
-    key: &str,
-    layout: String,
-    block: u32,
-    longest: usize,
-) -> anyhow::Result<Command> {
+fn node(program: &Path, options: &PairOptions, role: Role, key: &str, longest: usize) -> Command {
+    let (layout, block, tp) = match role {
+        Role::Prefill => (options.prefill_layout, options.prefill_block, options.prefill_tp),
+        Role::Decode => (options.decode_layout, options.decode_block, options.decode_tp),
+    };
     let concurrency = options.concurrency.get();
     let mut command = Command::new(program);
     command
         .arg(role.word())
         .arg("--model")
         .arg(&options.model)
-        .args(["--kv-dtype", &options.kv_dtype.to_string(), "--layout", &layout, "--block", &block.to_string()])
+        .args([
+            "--kv-dtype",
+            &options.kv_dtype.to_string(),
+            "--layout",
+            &layout.to_string(),
+            "--block",
+            &block.to_string(),
+        ])
+        .args(["--tp", &tp.to_string()])
         .args(["--blocks", &blocks(longest, block, concurrency).to_string(), "--chunk", &options.chunk.to_string()])
         .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--exit-with-stdin"])
         .env("KVFERRY_PSK", key)
@@ -128,7 +139,7 @@ fn node(
     if let Some(rate) = options.link.link_gbps {
         command.args(["--link-gbps", &rate.to_string()]);
     }
-    Ok(command)
+    command
 }
 
 /// Starts a node and waits for the line that says where it listens.

@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use kvferry_protocol::TpRank;
+use kvferry_protocol::layout::heads_of;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -43,6 +45,10 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
         None => PROMPTS.map(str::to_owned).to_vec(),
     };
     let model = LoadedModel::load(&options.model)?;
+    for (option, tp_size) in [("--prefill-tp", options.prefill_tp), ("--decode-tp", options.decode_tp)] {
+        heads_of(TpRank::new(0), tp_size, model.model.config().kv_heads as u16)
+            .with_context(|| format!("{option} {tp_size} does not fit the model"))?;
+    }
     let tokens: Vec<Vec<u32>> = prompts
         .iter()
         .map(|prompt| model.tokenizer.encode(prompt))
@@ -79,12 +85,13 @@ async fn reference(
         dtype: options.kv_dtype,
         blocks: blocks(longest, options.decode_block, concurrency),
         tokens_per_block: options.decode_block,
+        tp_size: 1,
         chunk_tokens: options.chunk.get() as usize,
         max_running: concurrency as usize,
         on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,
     };
     let engine = model.start_local(&config)?;
-    let answers = at_most(concurrency, "single process", prompts, |prompt| {
+    let answers = at_most(concurrency, "single process", prompts, |_, prompt| {
         let (handle, model, max_tokens) = (engine.handle(), model.clone(), options.max_tokens.get() as usize);
         async move {
             let submission = Submission { keep_first_logits: true, ..model.greedy(prompt, max_tokens) };
@@ -98,8 +105,8 @@ async fn reference(
 
 async fn through_the_pair(options: &PairOptions, pair: &Pair, prompts: &[Vec<u32>]) -> Vec<anyhow::Result<Answer>> {
     let max_tokens = options.max_tokens.get();
-    at_most(options.concurrency.get(), "prefill and decode", prompts, |prompt| {
-        let client = pair.decode_client();
+    at_most(options.concurrency.get(), "prefill and decode", prompts, |index, prompt| {
+        let client = pair.decode_client(index);
         async move {
             let body = json!({
                 "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": true,
@@ -124,7 +131,7 @@ async fn at_most<F, A>(
     concurrency: u32,
     what: &'static str,
     prompts: &[Vec<u32>],
-    one: impl Fn(Vec<u32>) -> F,
+    one: impl Fn(usize, Vec<u32>) -> F,
 ) -> Vec<anyhow::Result<A>>
 where
     F: Future<Output = anyhow::Result<A>> + Send + 'static,
@@ -133,7 +140,7 @@ where
     let places = Arc::new(Semaphore::new(concurrency as usize));
     let mut running = JoinSet::new();
     for (index, prompt) in prompts.iter().enumerate() {
-        let (places, one) = (Arc::clone(&places), one(prompt.clone()));
+        let (places, one) = (Arc::clone(&places), one(index, prompt.clone()));
         running.spawn(async move {
             let _place = places.acquire_owned().await?;
             Ok((index, one.await))

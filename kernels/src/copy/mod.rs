@@ -7,6 +7,8 @@
 mod pack;
 mod raw;
 
+use std::ops::Range;
+
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
 use kvferry_protocol::layout::{
@@ -115,28 +117,39 @@ fn check(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<(), CopyE
     Ok(())
 }
 
-/// The digest of one layer of one span, read in the order of memory. `keys` is room to work in.
 fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable, keys: &mut Vec<HeadKey>) -> Digest {
     let mut digest = Digest::ZERO;
     for plane in 0..page.planes() {
-        let Strip { place, head_stride, token_stride, run_bytes } = page.strip(plane, side);
-        let mut add = |key: HeadKey, token: u32, offset: u64| {
-            let at = Place { region: place.region, offset };
-            digest.add_run(raw::hash_run(regions, at, run_bytes, key.run(token)));
-        };
-        keys.clear();
-        keys.extend(page.heads().map(|head| HeadKey::new(page.layer(), plane as u8, head)));
-        if head_stride < token_stride {
-            for (token, n) in page.tokens().zip(0_u64..) {
-                for (&key, h) in keys.iter().zip(0_u64..) {
-                    add(key, token, place.offset + n * token_stride + h * head_stride);
-                }
-            }
-        } else {
+        strip_keys(page, plane, keys);
+        digest += strip_digest(regions, &page.strip(plane, side), keys, page.tokens());
+    }
+    digest
+}
+
+/// The keys of a page's heads in one plane.
+fn strip_keys(page: &PageCopy<'_>, plane: usize, keys: &mut Vec<HeadKey>) {
+    keys.clear();
+    keys.extend(page.heads().map(|head| HeadKey::new(page.layer(), plane as u8, head)));
+}
+
+/// Digests a strip in the order in which it lies in memory.
+fn strip_digest(regions: &RegionTable, strip: &Strip, keys: &[HeadKey], tokens: Range<u32>) -> Digest {
+    let Strip { place, head_stride, token_stride, run_bytes } = *strip;
+    let mut digest = Digest::ZERO;
+    let mut add = |key: HeadKey, token: u32, offset: u64| {
+        let at = Place { region: place.region, offset };
+        digest.add_run(raw::hash_run(regions, at, run_bytes, key.run(token)));
+    };
+    if head_stride < token_stride {
+        for (token, n) in tokens.zip(0_u64..) {
             for (&key, h) in keys.iter().zip(0_u64..) {
-                for (token, n) in page.tokens().zip(0_u64..) {
-                    add(key, token, place.offset + h * head_stride + n * token_stride);
-                }
+                add(key, token, place.offset + n * token_stride + h * head_stride);
+            }
+        }
+    } else {
+        for (&key, h) in keys.iter().zip(0_u64..) {
+            for (token, n) in tokens.clone().zip(0_u64..) {
+                add(key, token, place.offset + h * head_stride + n * token_stride);
             }
         }
     }

@@ -43,6 +43,21 @@ fn packed_side(of: &OneSide, selection: &Selection, order: &str) -> OneSide {
     OneSide { layout: layout(shape, &order, Allocation::Packed), shard, blocks, first_token }
 }
 
+/// A plan's source bytes in the order of [`CopyPlan::source_pages`].
+fn in_wire_order(plan: &CopyPlan, memory: &Memory) -> Vec<u8> {
+    let mut out = Vec::new();
+    for pages in plan.source_pages() {
+        for &base in &pages.bases {
+            for piece in &pages.pieces {
+                piece.for_each_run(base, |offset| {
+                    out.extend_from_slice(memory.read(Place { region: piece.region, offset }, piece.run_bytes));
+                });
+            }
+        }
+    }
+    out
+}
+
 fn check_case(src: &OneSide, dst: &OneSide, selection: &Selection, order: &str) {
     let mut from = Memory::telling(&src.layout);
     let want = naive_copy(src, dst, selection, &from);
@@ -56,11 +71,14 @@ fn check_case(src: &OneSide, dst: &OneSide, selection: &Selection, order: &str) 
     let (src_table, packed_table, dst_table) =
         (RegionTable::over(&mut from.0), RegionTable::over(&mut packed.0), RegionTable::over(&mut to.0));
     assert_eq!(gather_with_digest(&gather, &src_table, &packed_table), Ok(digest_want));
+    let mut slab = vec![0xee; gather.bytes() as usize];
+    assert_eq!(pack_with_digest(&gather, &src_table, &mut slab), Ok(digest_want));
     assert_eq!(copy(&scatter, &packed_table, &dst_table), Ok(()));
     assert_eq!(digest(&src.view(), selection, &src_table), Ok(digest_want));
     assert_eq!(digest_side(&scatter, Side::Source, &packed_table), Ok(digest_want));
     assert_eq!(digest_side(&scatter, Side::Destination, &dst_table), Ok(digest_want));
     assert!(to == want, "gather and scatter give other bytes than the model");
+    assert!(slab == in_wire_order(&gather, &from), "a slab is not packed in the order of the wire");
 }
 
 #[test]

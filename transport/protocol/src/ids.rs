@@ -68,7 +68,21 @@ impl TransferId {
     pub const fn get(self) -> u128 {
         self.0
     }
+
+    /// The id on the wire of what one rank of the sender hands to one rank of the receiver: its *part* of the hand-over, which is
+    /// a transfer of its own between those two. Rank 0 to rank 0 keeps the id.
+    #[must_use]
+    pub const fn part(self, receiver: TpRank, sender: TpRank) -> Self {
+        let receiver = (receiver.0 as u128).wrapping_mul(RECEIVER_STEP);
+        let sender = (sender.0 as u128).wrapping_mul(SENDER_STEP);
+        Self(self.0.wrapping_add(receiver).wrapping_add(sender))
+    }
 }
+
+/// What a rank of each side adds to an id: odd, large and unrelated (the fractions of the golden ratio and of the square root of 2),
+/// so that the parts of ids that follow one another, as tests and careless routers draw them, never meet.
+const RECEIVER_STEP: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+const SENDER_STEP: u128 = 0x6a09_e667_f3bc_c908_b2fb_1366_ea95_7d3f;
 
 impl fmt::Display for TransferId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -167,6 +181,18 @@ mod tests {
             assert!(EngineId::new(bad).is_err(), "{bad:?}");
         }
         assert_eq!(EngineId::new("prefill-0.rack_1").unwrap().as_str(), "prefill-0.rack_1");
+    }
+
+    #[test]
+    fn parts_of_neighbouring_transfers_never_meet() {
+        let mut seen = std::collections::BTreeSet::new();
+        for id in 0..64 {
+            assert_eq!(TransferId::new(id).part(TpRank::new(0), TpRank::new(0)), TransferId::new(id));
+            for (receiver, sender) in (0..16).flat_map(|receiver| (0..16).map(move |sender| (receiver, sender))) {
+                let part = TransferId::new(id).part(TpRank::new(receiver), TpRank::new(sender));
+                assert!(seen.insert(part), "{id}, {receiver} from {sender}");
+            }
+        }
     }
 
     #[test]

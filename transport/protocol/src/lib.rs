@@ -10,6 +10,7 @@ mod ids;
 pub mod layout;
 pub mod manifest;
 pub mod message;
+mod overlap;
 pub mod pages;
 #[cfg(feature = "sim")]
 pub mod sim;

@@ -8,7 +8,7 @@ use crate::api::Event;
 
 /// Events in the order in which the transport learned of them.
 ///
-/// What comes from peers stops being read while the queue is full ([`EventQueue::is_full`]); what ends something is always
+/// What comes from peers stops being read while the queue is full, by count or by bytes ([`EventQueue::is_full`]); what ends something is always
 /// taken, and there can be no more of that than there are posts and sessions.
 pub(crate) struct EventQueue {
     state: Mutex<State>,
@@ -19,6 +19,8 @@ pub(crate) struct EventQueue {
 #[derive(Default)]
 struct State {
     events: VecDeque<Event>,
+    /// Peers' bytes in them.
+    bytes: usize,
     /// Someone stopped reading until there is room.
     waiting_for_room: bool,
 }
@@ -29,14 +31,17 @@ impl EventQueue {
     }
 
     pub(crate) fn push(&self, event: Event) {
-        self.lock().events.push_back(event);
+        let mut state = self.lock();
+        state.bytes += peer_bytes(&event);
+        state.events.push_back(event);
+        drop(state);
         self.arrived.notify_all();
     }
 
     /// Whether nothing more may be read from peers. If so, [`EventQueue::poll`] says when there is room.
     pub(crate) fn is_full(&self) -> bool {
         let mut state = self.lock();
-        let full = state.events.len() >= self.max_events;
+        let full = state.events.len() >= self.max_events || state.bytes >= MAX_BYTES;
         state.waiting_for_room |= full;
         full
     }
@@ -60,10 +65,51 @@ impl EventQueue {
             };
         }
         into.extend(state.events.drain(..));
+        state.bytes = 0;
         std::mem::take(&mut state.waiting_for_room)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of peers that wait at once; one message more may be on its way from each lane.
+const MAX_BYTES: usize = 64 << 20;
+
+fn peer_bytes(event: &Event) -> usize {
+    match event {
+        Event::Message { message, .. } => message.len(),
+        Event::Landed { notification, .. } => notification.len(),
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
+
+    use super::*;
+
+    #[test]
+    fn long_messages_fill_the_queue_before_many_do() {
+        let queue = EventQueue::new(1000);
+        let peer = PeerId {
+            engine: EngineId::new("sender").unwrap(),
+            incarnation: Incarnation::new(1),
+            tp_rank: TpRank::new(0),
+            pp_rank: PpRank::new(0),
+        };
+        let message = Bytes::from(vec![0; 1 << 20]);
+        for _ in 0..64 {
+            assert!(!queue.is_full());
+            queue.push(Event::Message { peer: peer.clone(), message: message.clone() });
+        }
+        assert!(queue.is_full());
+        let mut taken = Vec::new();
+        assert!(queue.poll(&mut taken, Duration::ZERO), "somebody waits for room");
+        assert_eq!(taken.len(), 64);
+        assert!(!queue.is_full());
     }
 }

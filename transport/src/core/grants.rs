@@ -4,15 +4,17 @@
 //! system call that places bytes; `revoke` takes it for writing, so it waits for exactly those calls.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use bytes::Bytes;
 use kvferry_protocol::PeerId;
+use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::Refusal;
 
 use super::progress::{FrameWords, Progress};
 use super::random;
 use super::runs::RunList;
+use super::seals::{Seals, SealsSeen};
 use super::window::Window;
 use crate::api::GrantKey;
 use crate::error::TransportError;
@@ -27,12 +29,18 @@ pub(crate) struct Grant {
     pub(crate) key: GrantKey,
     session: SessionKey,
     window: Window,
-    alive: RwLock<bool>,
+    life: RwLock<Life>,
     progress: Mutex<Progress>,
 }
 
+/// What may still be placed under a grant.
+struct Life {
+    alive: bool,
+    seals: Seals,
+}
+
 /// Proof that the grant is alive and stays so while this is held.
-pub(crate) struct Placing<'a>(#[expect(dead_code, reason = "held for its drop")] RwLockReadGuard<'a, bool>);
+pub(crate) struct Placing<'a>(#[expect(dead_code, reason = "held for its drop")] RwLockReadGuard<'a, Life>);
 
 impl Grant {
     pub(crate) fn window_bytes(&self) -> u64 {
@@ -41,18 +49,20 @@ impl Grant {
 
     /// Takes a frame, or says why not. The caller has checked its extents against the window.
     pub(crate) fn admit(&self, words: FrameWords, notification: &[u8]) -> Result<(), Refusal> {
-        let alive = self.alive.read().unwrap_or_else(PoisonError::into_inner);
-        if !*alive {
-            return Err(Refusal::UnknownGrant);
-        }
+        let _alive = self.alive()?;
         self.progress().admit(words, notification)
     }
 
-    /// Permits to place bytes of one write for as long as the result is held: for one system call.
-    pub(crate) fn place(&self, sequence: u32) -> Result<Placing<'_>, Refusal> {
-        let alive = self.alive.read().unwrap_or_else(PoisonError::into_inner);
-        if !*alive {
-            return Err(Refusal::UnknownGrant);
+    /// Permits to place bytes of a frame for as long as the result is held: for one system call.
+    pub(crate) fn place(
+        &self,
+        sequence: u32,
+        extents: &[Extent],
+        seen: &mut SealsSeen,
+    ) -> Result<Placing<'_>, Refusal> {
+        let alive = self.alive()?;
+        if alive.seals.meet(extents, seen) {
+            return Err(Refusal::Sealed);
         }
         if !self.progress().is_open(sequence) {
             return Err(Refusal::Cancelled);
@@ -63,10 +73,7 @@ impl Grant {
     /// A frame's payload is in place; `complete` is called with the notification if it was the write's last, before a revoke
     /// that begins meanwhile returns.
     pub(crate) fn land(&self, words: FrameWords, complete: impl FnOnce(Bytes)) -> Result<bool, Refusal> {
-        let alive = self.alive.read().unwrap_or_else(PoisonError::into_inner);
-        if !*alive {
-            return Err(Refusal::UnknownGrant);
-        }
+        let _alive = self.alive()?;
         let notification = self.progress().land(words)?;
         let is_complete = notification.is_some();
         if let Some(notification) = notification {
@@ -83,7 +90,7 @@ impl Grant {
     pub(crate) fn cancel(&self, sequence: u32) -> bool {
         let complete = self.progress().cancel(sequence);
         // Waits for a lane that looked before and is still placing.
-        drop(self.alive.write().unwrap_or_else(PoisonError::into_inner));
+        drop(self.change());
         complete
     }
 
@@ -102,8 +109,14 @@ impl Grant {
         appended
     }
 
-    fn kill(&self) {
-        *self.alive.write().unwrap_or_else(PoisonError::into_inner) = false;
+    fn alive(&self) -> Result<RwLockReadGuard<'_, Life>, Refusal> {
+        let life = self.life.read().unwrap_or_else(PoisonError::into_inner);
+        if life.alive { Ok(life) } else { Err(Refusal::UnknownGrant) }
+    }
+
+    /// Waits for the lanes that are placing.
+    fn change(&self) -> RwLockWriteGuard<'_, Life> {
+        self.life.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn progress(&self) -> std::sync::MutexGuard<'_, Progress> {
@@ -142,7 +155,8 @@ impl GrantTable {
 
     pub(crate) fn add(&self, peer: &PeerId, session: SessionKey, window: Window) -> Result<GrantKey, TransportError> {
         let key = GrantKey(u128::from_le_bytes(random()));
-        let grant = Grant { key, session, window, alive: RwLock::new(true), progress: Mutex::default() };
+        let life = RwLock::new(Life { alive: true, seals: Seals::default() });
+        let grant = Grant { key, session, window, life, progress: Mutex::default() };
         let mut state = self.write();
         if state.grants.len() >= self.max_grants {
             let (found, limit) = (state.grants.len() as u64 + 1, self.max_grants as u64);
@@ -165,9 +179,8 @@ impl GrantTable {
     ///
     /// The grant stays in the table until it is dead, so that a second caller waits as long as the first.
     pub(crate) fn revoke(&self, key: GrantKey) {
-        let grant = self.state.read().unwrap_or_else(PoisonError::into_inner).grants.get(&key).cloned();
-        let Some(grant) = grant else { return };
-        grant.kill();
+        let Some(grant) = self.get(key) else { return };
+        grant.change().alive = false;
         let mut state = self.write();
         state.grants.remove(&key);
         if let Some(of_session) = state.sessions.get_mut(&grant.session) {
@@ -175,11 +188,22 @@ impl GrantTable {
         }
     }
 
+    /// After this returns nothing is placed into these parts of the grant's window.
+    pub(crate) fn seal(&self, key: GrantKey, extents: &[Extent]) {
+        if let Some(grant) = self.get(key) {
+            grant.change().seals.add(extents);
+        }
+    }
+
+    fn get(&self, key: GrantKey) -> Option<Arc<Grant>> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner).grants.get(&key).cloned()
+    }
+
     pub(crate) fn live(&self) -> u64 {
         self.state.read().unwrap_or_else(PoisonError::into_inner).grants.len() as u64
     }
 
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, State> {
+    fn write(&self) -> RwLockWriteGuard<'_, State> {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvferry_protocol::PeerId;
+use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::{FrameHeader, Refusal, WireError, check_extents, decode_table};
 
 use super::Core;
@@ -10,6 +11,7 @@ use super::counters::Counters;
 use super::grants::{Grant, SessionKey};
 use super::progress::FrameWords;
 use super::runs::RunList;
+use super::seals::SealsSeen;
 use crate::api::Event;
 use crate::ffi::MAX_RUNS;
 use crate::raw::{RawRun, advance};
@@ -18,7 +20,10 @@ use crate::raw::{RawRun, advance};
 pub(crate) struct Inbound {
     grant: Arc<Grant>,
     words: FrameWords,
+    /// Where the payload goes in the window, and the same by place in the stream.
+    named: Vec<Extent>,
     extents: RunList,
+    seals: SealsSeen,
     /// How many bytes are in place.
     done: u64,
     /// Memory of the next bytes, from `next` on.
@@ -35,7 +40,7 @@ impl Inbound {
         table: &[u8],
         mut runs: Vec<RawRun>,
     ) -> Result<Result<Self, Refusal>, WireError> {
-        let (extents, notification) = decode_table(header, table)?;
+        let (named, notification) = decode_table(header, table)?;
         let Some(grant) = core.grants.find(header.grant, session) else { return Ok(Err(Refusal::UnknownGrant)) };
         let words = FrameWords {
             sequence: header.sequence,
@@ -43,13 +48,14 @@ impl Inbound {
             payload_bytes: header.payload_bytes.into(),
             write_bytes: header.write_bytes,
         };
-        let checked = check_extents(&extents, grant.window_bytes(), words.payload_bytes)
-            .and_then(|()| RunList::of_extents(&extents).ok_or(Refusal::BadExtent))
+        let checked = check_extents(&named, grant.window_bytes(), words.payload_bytes)
+            .and_then(|()| RunList::of_extents(&named).ok_or(Refusal::BadExtent))
             .and_then(|extents| grant.admit(words, notification).map(|()| extents));
         Ok(match checked {
             Ok(extents) => {
                 runs.clear();
-                Ok(Self { grant, words, extents, done: 0, runs, next: 0 })
+                let seals = SealsSeen::default();
+                Ok(Self { grant, words, named, extents, seals, done: 0, runs, next: 0 })
             }
             // A number that was taken says nothing about the write that took it.
             Err(Refusal::SequenceTaken) => Err(Refusal::SequenceTaken),
@@ -72,7 +78,7 @@ impl Inbound {
             self.next = 0;
             self.grant.append_runs(&self.extents, self.done, MAX_RUNS, &mut self.runs);
         }
-        let placing = self.grant.place(self.words.sequence)?;
+        let placing = self.grant.place(self.words.sequence, &self.named, &mut self.seals)?;
         let (placed, result) = fill(&self.runs[self.next..]);
         drop(placing);
         self.done += placed as u64;

@@ -13,6 +13,7 @@ mod post;
 mod progress;
 mod regions;
 mod runs;
+mod seals;
 mod superseded;
 mod window;
 

@@ -9,22 +9,35 @@ const MAX_REMEMBERED: usize = 4096;
 
 /// Peers of which nothing is accepted any more.
 #[derive(Default)]
-pub(crate) struct Superseded(VecDeque<PeerId>);
+pub(crate) struct Superseded {
+    replaced: VecDeque<PeerId>,
+    /// The start of each engine's place that was met last, with a session or without one by now.
+    met: VecDeque<PeerId>,
+}
 
 impl Superseded {
-    pub(crate) fn add(&mut self, peer: PeerId) {
-        if self.contains(&peer) {
+    /// A session with this start begins: the one that was met before it is replaced, also if it is away just now.
+    pub(crate) fn meet(&mut self, peer: &PeerId) {
+        if self.met.contains(peer) {
             return;
         }
-        if self.0.len() >= MAX_REMEMBERED {
-            self.0.pop_front();
+        let before = self.met.iter().position(|known| is_other_start(known, peer));
+        if let Some(before) = before.and_then(|at| self.met.remove(at)) {
+            remember(&mut self.replaced, before);
         }
-        self.0.push_back(peer);
+        remember(&mut self.met, peer.clone());
     }
 
     pub(crate) fn contains(&self, peer: &PeerId) -> bool {
-        self.0.contains(peer)
+        self.replaced.contains(peer)
     }
+}
+
+fn remember(peers: &mut VecDeque<PeerId>, peer: PeerId) {
+    if peers.len() >= MAX_REMEMBERED {
+        peers.pop_front();
+    }
+    peers.push_back(peer);
 }
 
 /// Whether both are the same place in the same engine, but of different starts.

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvferry_protocol::pages::Pages;
+use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
 use kvferry_protocol::{PeerId, RegionId};
 
@@ -104,12 +104,8 @@ impl Shared {
             if state.superseded.contains(peer) {
                 return;
             }
-            let old: Vec<_> =
-                state.ends.values().filter(|end| is_other_start(&end.remote.peer, peer)).cloned().collect();
-            for end in &old {
-                state.superseded.add(end.remote.peer.clone());
-            }
-            old
+            state.superseded.meet(peer);
+            state.ends.values().filter(|end| is_other_start(&end.remote.peer, peer)).cloned().collect()
         };
         for end in old {
             let reason = format!("{peer} replaced it");
@@ -222,6 +218,10 @@ impl Transport for Loopback {
 
     fn revoke(&self, grant: GrantKey) {
         self.shared.core.grants.revoke(grant);
+    }
+
+    fn seal(&self, grant: GrantKey, extents: &[Extent]) {
+        self.shared.core.grants.seal(grant, extents);
     }
 
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>> {

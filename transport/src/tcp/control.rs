@@ -17,6 +17,9 @@ use crate::error::TransportError;
 
 /// How many frames are read before the thread looks at its other peers.
 const TURN_FRAMES: usize = 64;
+/// The most bytes of answers that wait. A peer that asks for more without reading any does not want them: each turn writes what
+/// the socket takes.
+const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 pub(crate) struct Control {
     pub(crate) session: Arc<Session>,
@@ -136,7 +139,15 @@ impl Control {
             }
         }
         self.again = true;
-        Ok(())
+        self.check_answers()
+    }
+
+    fn check_answers(&self) -> Result<(), TransportError> {
+        let (found, limit) = (self.answers.len() as u64, MAX_ANSWER_BYTES as u64);
+        if found <= limit {
+            return Ok(());
+        }
+        Err(TransportError::Limit { what: "bytes of answers that the peer does not read", found, limit })
     }
 
     fn take(&mut self, core: &Core, header: &FrameHeader, body: Vec<u8>) -> Result<(), TransportError> {

@@ -308,13 +308,13 @@ impl Driver<'_> {
             }
             return;
         }
+        self.superseded.meet(&peer);
         for index in (0..self.live.len()).rev() {
             let other = self.live[index].session.peer.clone();
             if other == peer {
                 let reason = "a newer session replaced it";
                 self.end_session(index, TransportError::Disconnected { reason: reason.to_owned() }, Some(reason));
             } else if is_other_start(&other, &peer) {
-                self.superseded.add(other);
                 let reason = format!("{peer} replaced it");
                 self.end_session(index, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
             }

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvferry_protocol::pages::Pages;
+use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{
     ClusterKey, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
 };
@@ -209,6 +209,10 @@ impl Transport for Tcp {
 
     fn revoke(&self, grant: GrantKey) {
         self.shared.core.grants.revoke(grant);
+    }
+
+    fn seal(&self, grant: GrantKey, extents: &[Extent]) {
+        self.shared.core.grants.seal(grant, extents);
     }
 
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>> {

@@ -185,6 +185,33 @@ pub fn nothing_lands_after_revoke_returned(make: &Make<'_>) {
     assert_eq!(b.transport.stats().grants_live, 0);
 }
 
+/// Some hundred races between writes to a part and its seal; what the receiver stores there after the seal stays. The other part
+/// takes writes all the while.
+pub fn nothing_lands_in_what_is_sealed_and_the_rest_stays_open(make: &Make<'_>) {
+    const HALF: u64 = 96 << 10;
+    let (mut a, b) = Node::pair(make, 4 * HALF as usize);
+    a.memory.write(0, &vec![1; 4 * HALF as usize]);
+    for round in 0..150 {
+        let grant = b.grant(&a.peer, 0, 2 * HALF);
+        let racing: Vec<_> = (0..3).map(|sequence| a.post(&b.peer, grant, sequence, 0, 0, HALF)).collect();
+        b.transport.seal(grant, &[Extent::contiguous(0, HALF)]);
+        b.memory.write(0, &vec![9; HALF as usize]);
+        let late = a.post(&b.peer, grant, 3, 0, HALF - 1, 2);
+        let beside = a.post(&b.peer, grant, 4, 0, HALF, HALF);
+        for post in racing {
+            match a.wait_posted(post) {
+                Ok(()) | Err(TransportError::Refused { .. }) => {}
+                Err(other) => panic!("a write to a sealed part ends refused or landed, not: {other}"),
+            }
+        }
+        assert!(matches!(a.wait_posted(late), Err(TransportError::Refused { .. })), "it begins in the sealed part");
+        a.wait_posted(beside).expect("this part is open");
+        assert!(b.memory.is_all(0, HALF as usize, 9), "round {round}: a byte landed in the sealed part");
+        assert!(b.memory.is_all(HALF as usize, HALF as usize, 1), "round {round}: the open part was written");
+        b.transport.revoke(grant);
+    }
+}
+
 /// Unknown, revoked and foreign grants, ranges outside, overlapping loops, numbers taken before.
 pub fn what_may_not_be_written_is_refused_and_the_session_goes_on(make: &Make<'_>) {
     let (mut a, mut b) = Node::pair(make, 8192);

@@ -27,6 +27,7 @@ macro_rules! contract_tests {
             writes_of_many_frames_land_whole_in_both_directions,
             each_write_lands_once_after_its_bytes_with_its_notification,
             nothing_lands_after_revoke_returned,
+            nothing_lands_in_what_is_sealed_and_the_rest_stays_open,
             what_may_not_be_written_is_refused_and_the_session_goes_on,
             a_write_that_makes_no_sense_is_handed_back,
             cancel_ends_each_post_once,

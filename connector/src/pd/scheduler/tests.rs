@@ -9,12 +9,13 @@ fn scheduler(reporters: u16) -> PdScheduler {
 }
 
 fn fetch(id: &str, prompt_tokens: u32) -> Request {
-    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: PeerAddress::Loopback(1), ask: vec![] };
+    let params =
+        TransferParams::Fetch { transfer: TransferId::new(7), from: vec![PeerAddress::Loopback(1)], ask: vec![] };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 
 fn keep(id: &str, prompt_tokens: u32) -> Request {
-    let params = TransferParams::Keep { transfer: TransferId::new(9), to: None::<PeerId> };
+    let params = TransferParams::Keep { transfer: TransferId::new(9), to: None::<PeerId>, readers: 1 };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
 }
 
@@ -98,6 +99,69 @@ fn the_shortest_good_prefix_over_the_ranks_counts() {
     ]);
     assert_eq!(applied.failed.iter().map(|f| f.good_tokens).collect::<Vec<_>>(), [16]);
     assert!(applied.loaded.is_empty());
+}
+
+/// Whatever the order in which ranks speak, and however often, a request surfaces once, when all have.
+#[test]
+fn results_of_ranks_may_come_late_twice_and_in_any_order() {
+    for (ranks, order) in
+        [(2, vec![0, 1]), (2, vec![1, 1, 0]), (3, vec![2, 0, 1]), (3, vec![1, 2, 1, 2, 0]), (3, vec![0, 0, 2, 2, 1, 1])]
+    {
+        let last = (0..ranks).map(|rank| order.iter().position(|&of| of == rank).unwrap()).max().unwrap();
+        let repeats = order.len() - usize::from(ranks);
+        let mut load = scheduler(ranks);
+        load.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+        let mut keeping = scheduler(ranks);
+        keeping.allocated(&keep("a", 40), &blocks(3), 0, 0).unwrap();
+        keeping.build_step(&step("a", 0..40, 3));
+        keeping.finished(&RequestId::new("a"), &blocks(3), EngineFinish::Complete);
+        for (at, &rank) in order.iter().enumerate() {
+            let ids = vec![RequestId::new("a")];
+            let applied = load.apply(vec![StepResults { loaded: ids.clone(), ..results(rank) }]);
+            assert_eq!(applied.loaded.len(), usize::from(at == last), "{order:?} at {at}");
+            let applied = keeping.apply(vec![StepResults { sent: ids, ..results(rank) }]);
+            assert_eq!(applied.released.len(), usize::from(at == last), "{order:?} at {at}");
+        }
+        for s in [&load, &keeping] {
+            assert_eq!((s.has_pending(), s.unknown_results()), (!s.next.is_empty(), repeats as u64), "{order:?}");
+        }
+    }
+}
+
+#[test]
+fn one_ranks_failure_ends_the_load_on_all_ranks_and_is_the_reason() {
+    for last in ["loaded", "failed"] {
+        let mut s = scheduler(3);
+        s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+        s.build_step(&ScheduledStep::default());
+        let id = RequestId::new("a");
+        let applied = s.apply(vec![
+            StepResults { started: vec![id.clone()], ..results(0) },
+            StepResults { failed: vec![failure("a", 32)], ..results(1) },
+        ]);
+        assert_eq!(applied, Applied::default(), "the others may still write");
+        let cancel = Cancel { request: id.clone(), transfer: TransferId::new(7), side: Side::Load, waiting: None };
+        assert_eq!(s.build_step(&ScheduledStep::default()).cancels, [cancel]);
+        let cancelled = LoadFailure { reason: "cancelled".into(), ..failure("a", 16) };
+        s.apply(vec![StepResults { failed: vec![cancelled], started: vec![id.clone()], ..results(0) }]);
+        assert!(s.build_step(&ScheduledStep::default()).cancels.is_empty(), "once is enough");
+        let applied = s.apply(vec![match last {
+            "loaded" => StepResults { started: vec![id.clone()], loaded: vec![id.clone()], ..results(2) },
+            _ => StepResults { failed: vec![failure("a", 32)], ..results(2) },
+        }]);
+        assert_eq!((applied.failed, applied.loaded.len()), (vec![failure("a", 16)], 0), "{last}");
+        assert_eq!(s.build_step(&ScheduledStep::default()).settled, [id]);
+        assert!(!s.has_pending());
+    }
+}
+
+#[test]
+fn a_load_without_addresses_is_refused() {
+    let mut s = scheduler(1);
+    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: vec![], ask: vec![] };
+    let request = Request { params: Some(params), ..fetch("a", 40) };
+    let error = s.allocated(&request, &blocks(3), 0, 40).unwrap_err().to_string();
+    assert!(error.contains("no address"), "{error}");
 }
 
 #[test]

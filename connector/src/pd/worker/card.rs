@@ -1,5 +1,7 @@
 //! What a worker says of itself when a session comes up: its manifest, and which part of the model it holds.
 
+use std::ops::Range;
+
 use kvferry_protocol::layout::Shard;
 use kvferry_protocol::manifest::{Manifest, Mismatch, compare};
 use kvferry_protocol::transfer::Order;
@@ -19,6 +21,8 @@ pub(super) struct WorkerCard {
     pub(super) layers: u16,
     /// How many KV heads it holds.
     pub(super) heads: u16,
+    /// Of how many tensor-parallel ranks it is one.
+    pub(super) tp_size: u16,
     /// Who speaks first, as its configuration says.
     pub(super) order: Order,
 }
@@ -34,13 +38,11 @@ pub enum Refusal {
         /// Every field that differs.
         mismatches: Vec<Mismatch>,
     },
-    /// The peer's worker holds other layers or heads.
-    #[error("{peer} holds {axis} {theirs}, but this worker holds {ours}; unequal ranks need a plan over several peers")]
-    Part {
+    /// The peer's worker holds other layers.
+    #[error("{peer} holds layers {theirs}, but this worker holds {ours}; give both engines the same pipeline stages")]
+    Layers {
         /// Who.
         peer: String,
-        /// `layers` or `heads`.
-        axis: &'static str,
         /// This worker's.
         ours: String,
         /// The peer's.
@@ -71,7 +73,12 @@ pub enum Refusal {
 }
 
 impl WorkerCard {
-    pub(super) const VERSION: u16 = 1;
+    pub(super) const VERSION: u16 = 2;
+
+    /// The KV heads of the model that it holds.
+    pub(super) const fn held_heads(&self) -> Range<u16> {
+        self.shard.first_head..self.shard.first_head.saturating_add(self.heads)
+    }
 
     /// The bytes for the transport's handshake.
     pub(super) fn encode(&self) -> Vec<u8> {
@@ -88,14 +95,18 @@ impl WorkerCard {
         }
         compare(&self.manifest, &theirs.manifest)
             .map_err(|mismatches| Refusal::Mismatch { peer: peer.to_string(), mismatches })?;
-        for (axis, ours, theirs) in [
-            ("layers", (self.shard.first_layer.get(), self.layers), (theirs.shard.first_layer.get(), theirs.layers)),
-            ("heads", (self.shard.first_head, self.heads), (theirs.shard.first_head, theirs.heads)),
-        ] {
-            if ours != theirs {
-                let show = |(first, count): (u16, u16)| format!("{first}..{}", u32::from(first) + u32::from(count));
-                return Err(Refusal::Part { peer: peer.to_string(), axis, ours: show(ours), theirs: show(theirs) });
-            }
+        let layers = |card: &Self| (card.shard.first_layer.get(), card.layers);
+        if layers(self) != layers(&theirs) {
+            let show = |card: &Self| {
+                let (first, count) = layers(card);
+                format!("{first}..{}", u32::from(first) + u32::from(count))
+            };
+            return Err(Refusal::Layers { peer: peer.to_string(), ours: show(self), theirs: show(&theirs) });
+        }
+        // Heads may differ: each transfer looks whether the peer holds its part of them.
+        if u32::from(theirs.shard.first_head) + u32::from(theirs.heads) > theirs.manifest.kv_heads.into() {
+            let problem = format!("heads from {} on, {} of them", theirs.shard.first_head, theirs.heads);
+            return Err(Refusal::Unreadable { peer: peer.to_string(), problem });
         }
         if self.order != theirs.order {
             return Err(Refusal::Order { peer: peer.to_string(), ours: self.order, theirs: theirs.order });

@@ -16,13 +16,15 @@ use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
 use super::jobs::Movers;
+use super::leases::Lease;
+use super::loading::Loading;
 use super::peers::Peers;
 use super::posting::Posting;
 use super::receiving::Receiving;
 use super::sending::Sending;
 use super::{Board, Command, Input};
 use crate::config::ConnectorConfig;
-use crate::contract::{Cancel, RequestId};
+use crate::contract::{self, Cancel, RequestId};
 use crate::metrics::{self, DropReason};
 use crate::pd::caches::Caches;
 
@@ -35,6 +37,10 @@ pub(super) struct Driver {
     pub(super) movers: Movers,
     pub(super) card: WorkerCard,
     pub(super) peers: Peers,
+    /// Loads by their hand-over, and keeps by theirs.
+    pub(super) loads: BTreeMap<TransferId, Loading>,
+    pub(super) leases: BTreeMap<TransferId, Lease>,
+    /// Their parts, each a transfer with one peer under an id of its own.
     pub(super) receiving: BTreeMap<TransferId, Receiving>,
     pub(super) sending: BTreeMap<TransferId, Sending>,
     /// What peers said of transfers that this engine does not know yet.
@@ -78,7 +84,7 @@ impl Driver {
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
-            max_messages_per_peer: EARLY_MESSAGES,
+            max_messages_per_peer: EARLY_MESSAGES / 4,
             ttl: config.deadlines().transfer,
         });
         Self {
@@ -89,6 +95,8 @@ impl Driver {
             movers,
             card,
             peers: Peers::default(),
+            loads: BTreeMap::new(),
+            leases: BTreeMap::new(),
             receiving: BTreeMap::new(),
             sending: BTreeMap::new(),
             early,
@@ -140,7 +148,7 @@ impl Driver {
             Command::Cancel(cancel) => self.cancel(&cancel),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);
-                transfers.iter().for_each(|&transfer| self.cancel_transfer(transfer));
+                self.end_all(|request| requests.contains(request));
                 self.waiting.push((transfers, done));
                 self.answer_waiting();
             }
@@ -156,8 +164,7 @@ impl Driver {
                 self.decline(&peer, transfer, &why);
             }
             Command::Shutdown(grace, done) => {
-                let all: Vec<_> = self.receiving.keys().chain(self.sending.keys()).copied().collect();
-                all.into_iter().for_each(|transfer| self.cancel_transfer(transfer));
+                self.end_all(|_| true);
                 self.stopping = Some((Instant::now() + grace, done));
             }
         }
@@ -185,15 +192,22 @@ impl Driver {
         }
     }
 
-    /// Tells a peer, now and when it asks, that a transfer will not be.
+    /// Tells a peer that a transfer for which it waits will not be, now and when it asks.
     pub(super) fn decline(&mut self, peer: &PeerId, transfer: TransferId, why: &str) {
-        if self.early.is_declined(peer, transfer) {
-            return;
+        if !self.early.is_declined(peer, transfer) && !self.decline_when_asked(peer, transfer, why) {
+            // It has not spoken yet, or waits for this side to speak first: either way it must not wait for its deadline.
+            let why = Verdict::failed(Reason::Unknown, why);
+            self.send(peer, &Message::Abort(Abort { transfer, why }));
         }
+    }
+
+    /// Tells a peer the same, but only if it has asked, or when it does; returns whether it had.
+    pub(super) fn decline_when_asked(&mut self, peer: &PeerId, transfer: TransferId, why: &str) -> bool {
         let answer = self.early.decline(self.now(), peer, transfer, why);
-        // It has not spoken yet, or waits for this side to speak first: either way it must not wait for its deadline.
-        let abort = || Message::Abort(Abort { transfer, why: Verdict::failed(Reason::Unknown, why) });
-        self.send(peer, &answer.unwrap_or_else(abort));
+        if let Some(answer) = &answer {
+            self.send(peer, answer);
+        }
+        answer.is_some()
     }
 
     /// An input that a machine did not take: late, duplicate or unknown. It was counted and changed nothing.
@@ -210,30 +224,33 @@ impl Driver {
     }
 
     fn cancel(&mut self, cancel: &Cancel) {
-        if !self.receiving.contains_key(&cancel.transfer) && !self.sending.contains_key(&cancel.transfer) {
-            // Nothing was begun for it, or it is over. A peer that waits for it would wait for its whole deadline.
-            if let Some(peer) = cancel.to.as_ref().or_else(|| self.early.peer_of(cancel.transfer)).cloned() {
-                self.decline(&peer, cancel.transfer, "the engine gave the request up before its transfer began");
+        let loads = self.loads.get(&cancel.transfer).is_some_and(|load| load.request == cancel.request);
+        let keeps = self.leases.get(&cancel.transfer).is_some_and(|lease| lease.request == cancel.request);
+        match cancel.side {
+            // One that is not here, or is another request's, is over, and the scheduler will hear of that.
+            contract::Side::Load if loads => self.cancel_load(cancel.transfer),
+            contract::Side::Load => {}
+            contract::Side::Keep if keeps => self.cancel_lease(cancel.transfer),
+            contract::Side::Keep => {
+                if let Some(readers) = &cancel.waiting {
+                    self.decline_all(
+                        cancel.transfer,
+                        readers,
+                        "the engine gave the request up before its transfer began",
+                    );
+                }
+                // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
+                self.board.results().sent.push(cancel.request.clone());
             }
-            // The scheduler waits for a word all the same.
-            self.board.results().sent.push(cancel.request.clone());
-            return;
         }
-        self.cancel_transfer(cancel.transfer);
     }
 
-    fn cancel_transfer(&mut self, transfer: TransferId) {
-        let now = self.now();
-        if let Some(entry) = self.receiving.get_mut(&transfer) {
-            let taken = entry.machine.cancel(now);
-            self.note(taken);
-            self.turn(transfer, Side::Receiving);
-        }
-        if let Some(entry) = self.sending.get_mut(&transfer) {
-            let taken = entry.machine.cancel(now);
-            self.note(taken);
-            self.turn(transfer, Side::Sending);
-        }
+    /// Ends the loads and keeps of some requests.
+    fn end_all(&mut self, of: impl Fn(&RequestId) -> bool) {
+        let loads: Vec<_> = self.loads.iter().filter(|(_, load)| of(&load.request)).map(|(&id, _)| id).collect();
+        let leases: Vec<_> = self.leases.iter().filter(|(_, lease)| of(&lease.request)).map(|(&id, _)| id).collect();
+        loads.into_iter().for_each(|id| self.cancel_load(id));
+        leases.into_iter().for_each(|id| self.cancel_lease(id));
     }
 
     fn transfers_of(&self, requests: &[RequestId]) -> BTreeSet<TransferId> {
@@ -256,7 +273,7 @@ impl Driver {
         let (receiving, sending) = (&self.receiving, &self.sending);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
-                || sending.get(transfer).is_some_and(|entry| !entry.over)
+                || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
         self.waiting.retain(|(transfers, done)| {
             let wait = transfers.iter().any(touches);

@@ -23,25 +23,30 @@ impl Driver {
     }
 
     fn up(&mut self, peer: PeerId, session: u64, address: Option<PeerAddress>, greeting: &Bytes) {
-        if let Err(refusal) = self.card.check(&peer, greeting) {
-            tracing::warn!(%peer, %refusal, "peer refused");
-            self.board.metrics.peers_refused_total.at(RefusalReason::Manifest).add(1);
-            self.transport.disconnect(&peer, &refusal.to_string());
-            if let Some(address) = address {
-                self.peers.missed(address, &refusal.to_string());
-                self.refused(address, &refusal.to_string());
-            }
-            return;
-        }
+        let card = match self.card.check(&peer, greeting) {
+            Ok(card) => card,
+            Err(refusal) => return self.send_away(&peer, address, &refusal.to_string()),
+        };
         tracing::info!(%peer, session, "peer is up");
         self.bury_predecessors(&peer);
+        self.peers.up(peer.clone(), address, session, &card);
+        self.board.reached().extend(address);
         for (transfer, _) in self.transfers_where(|entry| entry.waits_for(&peer, address), |_| false) {
             self.attach(transfer, &peer, session);
         }
-        self.peers.up(peer.clone(), address, session);
-        self.board.reached().extend(address);
         for (transfer, _) in self.transfers_where(|_| false, |entry| entry.peer.as_ref() == Some(&peer)) {
-            self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session));
+            self.reach(transfer, session);
+        }
+    }
+
+    /// A peer that has another cache, or would not speak when we wait.
+    fn send_away(&mut self, peer: &PeerId, address: Option<PeerAddress>, refusal: &str) {
+        tracing::warn!(%peer, refusal, "peer refused");
+        self.board.metrics.peers_refused_total.at(RefusalReason::Manifest).add(1);
+        self.transport.disconnect(peer, refusal);
+        if let Some(address) = address {
+            self.peers.missed(address, refusal);
+            self.refused(address, refusal);
         }
     }
 
@@ -49,7 +54,9 @@ impl Driver {
     fn bury_predecessors(&mut self, peer: &PeerId) {
         let older = |known: Option<&PeerId>| {
             known.is_some_and(|known| {
-                known.engine == peer.engine && known.tp_rank == peer.tp_rank && known.incarnation != peer.incarnation
+                let (theirs, new) =
+                    ((&known.engine, known.pp_rank, known.tp_rank), (&peer.engine, peer.pp_rank, peer.tp_rank));
+                theirs == new && known.incarnation != peer.incarnation
             })
         };
         for (transfer, side) in
@@ -101,10 +108,7 @@ impl Driver {
     fn refused(&mut self, address: PeerAddress, reason: &str) {
         self.peers.forget_address(address);
         for (transfer, _) in self.transfers_where(|entry| entry.from == address && entry.peer.is_none(), |_| false) {
-            if let Some(entry) = self.receiving.get_mut(&transfer) {
-                entry.refusal = Some(reason.to_owned());
-            }
-            self.with_receiving(transfer, |entry, now| entry.machine.cancel(now));
+            self.refuse_part(transfer, reason.to_owned());
         }
     }
 
@@ -125,7 +129,7 @@ impl Driver {
             self.with_receiving(transfer, |entry, now| entry.machine.message(now, message));
         } else if ours(self.sending.get(&transfer).and_then(|entry| entry.peer.as_ref())) {
             self.with_sending(transfer, |entry, now| entry.machine.message(now, message));
-        } else if self.sending.get(&transfer).is_some_and(|entry| entry.peer.is_none()) {
+        } else if self.sending.get(&transfer).is_some_and(|entry| entry.may_be(&peer)) {
             self.meet(transfer, peer, message);
         } else if let Some(answer) = self.early.message(self.now(), &peer, message) {
             self.send(&peer, &answer);
@@ -158,7 +162,8 @@ impl Driver {
             self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
             return;
         }
-        if bytes != wrote.rect.cells() * self.caches.bytes_per_cell() {
+        let Some(entry) = self.receiving.get(&wrote.transfer) else { return };
+        if bytes != wrote.rect.cells() * self.caches.bytes_per_cell(&entry.heads) {
             let problem = format!("a write of {bytes} bytes was announced as {}", wrote.rect);
             tracing::warn!(%peer, transfer = %wrote.transfer, problem, "peer broke the protocol");
             self.transport.disconnect(peer, &problem);

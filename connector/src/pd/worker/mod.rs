@@ -13,6 +13,8 @@ mod card;
 mod driver;
 mod events;
 mod jobs;
+mod leases;
+mod loading;
 mod peers;
 mod posting;
 mod progress;
@@ -31,7 +33,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, Shard};
+use kvferry_protocol::layout::{KvLayout, Shard, heads_of};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -57,7 +59,7 @@ pub struct PdWorkerParts {
     pub config: ConnectorConfig,
     /// What the KV cache is; compared with each peer's, field by field.
     pub manifest: Manifest,
-    /// Which layers and heads of the model this worker holds.
+    /// Which layers and heads of the model this worker holds: the heads of its `tp_rank` in `tp_size`.
     pub shard: Shard,
     /// The KV cache: kvferry's own, or the engine's memory.
     pub cache: KvCache,
@@ -164,9 +166,14 @@ fn card(
             shard.first_layer, shape.layers, manifest.layers
         ));
     }
-    if end(shard.first_head, shape.heads) > manifest.kv_heads.into() {
+    let (tp_rank, tp_size) = (config.peer().tp_rank, config.tp_size().get());
+    let heads = match heads_of(tp_rank, tp_size, manifest.kv_heads) {
+        Ok(heads) => heads,
+        Err(error) => return refuse(format!("{error}: tp_size is {tp_size}")),
+    };
+    if (shard.first_head, shape.heads) != (heads.start, heads.len() as u16) {
         return refuse(format!(
-            "heads from {} on, {} of them, but the model has {}",
+            "heads from {} on, {} of them, but tp_rank {tp_rank} of {tp_size} holds {heads:?} of the model's {}",
             shard.first_head, shape.heads, manifest.kv_heads
         ));
     }
@@ -176,6 +183,7 @@ fn card(
         shard,
         layers: shape.layers,
         heads: shape.heads,
+        tp_size,
         order: config.order().into(),
     })
 }
@@ -408,9 +416,10 @@ fn pump(transport: &dyn Transport, inputs: &Sender<Input>, running: &AtomicBool)
     }
 }
 
-/// Inputs that wait for the driver; a full channel makes the model thread and the pump wait for it.
-const INPUTS: usize = 4096;
-/// Messages of peers' engines that wait for this engine.
-const MESSAGES: usize = 4096;
+/// Inputs that wait for the driver; a full channel makes the model thread and the pump wait for it. A peer's message has at most
+/// 1 MiB, so what waits is bounded in bytes too.
+const INPUTS: usize = 1024;
+/// Messages of peers' engines that wait for this engine, of at most 1 MiB each.
+const MESSAGES: usize = 256;
 /// How long the pump waits before it looks whether it should end.
 const PUMP_WAIT: Duration = Duration::from_millis(50);

@@ -1,9 +1,12 @@
 //! Who is reachable, and under which address.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use kvferry_protocol::PeerId;
 use kvferry_transport::PeerAddress;
+
+use super::card::WorkerCard;
 
 /// The peers that proved who they are and hold the same KV cache.
 #[derive(Debug, Default)]
@@ -21,6 +24,8 @@ pub(super) struct Peers {
 struct Session {
     number: u64,
     address: Option<PeerAddress>,
+    heads: Range<u16>,
+    tp_size: u16,
 }
 
 impl Peers {
@@ -50,13 +55,13 @@ impl Peers {
     }
 
     /// A session came up and was accepted.
-    pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64) {
+    pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64, card: &WorkerCard) {
         if let Some(address) = address {
             self.by_address.insert(address, peer.clone());
             self.doubtful.remove(&address);
             self.missed.remove(&address);
         }
-        self.up.insert(peer, Session { number, address });
+        self.up.insert(peer, Session { number, address, heads: card.held_heads(), tp_size: card.tp_size });
     }
 
     /// A session ended; returns whether it was accepted before.
@@ -77,6 +82,11 @@ impl Peers {
     pub(super) fn at(&self, address: PeerAddress) -> Option<(PeerId, u64)> {
         let peer = self.by_address.get(&address)?;
         Some((peer.clone(), self.session(peer)?))
+    }
+
+    /// Which KV heads of the model a peer that is up holds, and of how many ranks it is one.
+    pub(super) fn place(&self, peer: &PeerId) -> Option<(Range<u16>, u16)> {
+        self.up.get(peer).map(|session| (session.heads.clone(), session.tp_size))
     }
 
     /// How many are up.

@@ -38,6 +38,7 @@ struct Pending {
     peer: PeerId,
     key: GrantKey,
     rect: Rect,
+    bytes: u64,
     cancelled: bool,
 }
 
@@ -84,7 +85,8 @@ impl Driver {
         let blocks = entry.blocks.clone();
         let threshold = self.posting.packed_run_bytes.unwrap_or(self.transport.capabilities().direct_run_bytes);
         let pack = plan.run_bytes_min() < threshold;
-        self.posting.writes.insert(write, Pending { peer, key, rect, cancelled: false });
+        let bytes = plan.bytes();
+        self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });
         self.posting.jobs.push_back(Waiting::Prepare { write, plan, pack, blocks });
     }
 
@@ -190,8 +192,7 @@ impl Driver {
         let outcome = match outcome {
             Ok(()) => {
                 if let Some(pending) = self.posting.writes.get(&write) {
-                    let bytes = pending.rect.cells() * self.caches.bytes_per_cell();
-                    self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(bytes);
+                    self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(pending.bytes);
                     self.board.metrics.chunks_total.at(metrics::Side::Send).add(1);
                 }
                 PostOutcome::Taken

@@ -1,52 +1,43 @@
-//! One transfer on the receiving side: begins it, performs what its machine asks for, and ends it.
+//! One part of a load: the transfer from one prefill rank. Begins it, performs what its machine asks for, and ends it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use bytes::Bytes;
-use kvferry_kernels::PageGuards;
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
 use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Reason, Verdict};
-use kvferry_protocol::transfer::{
-    Coverage, GrantRefusal, InputError, Receiver, ReceiverConfig, ReceiverEnd, ReceiverOutput, Rect, Time,
-};
-use kvferry_protocol::{BlockId, Generation, PeerId, TransferId};
-use kvferry_transport::{GrantKey, PeerAddress, Transport};
+use kvferry_protocol::transfer::{GrantRefusal, InputError, Receiver, ReceiverEnd, ReceiverOutput, Rect, Time};
+use kvferry_protocol::{Generation, PeerId, TpRank, TransferId};
+use kvferry_transport::{PeerAddress, Transport};
 
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
-use super::progress::Ended;
+use super::loading::Loading;
 use super::window::{GrantedWindow, Windows};
-use crate::contract::{Load, LoadFailure, RequestId};
+use crate::contract::RequestId;
 use crate::metrics;
 use crate::pd::caches::Caches;
 
-/// One request's KV on its way into this worker's pages.
+/// What one prefill rank sends into this worker's pages.
 #[derive(Debug)]
 pub(super) struct Receiving {
     pub(super) machine: Receiver,
+    /// The load that it is a part of, in [`Driver::loads`].
+    pub(super) load: TransferId,
     pub(super) request: RequestId,
+    /// Where the sender listens, and which rank must answer there.
     pub(super) from: PeerAddress,
+    pub(super) rank: TpRank,
+    /// KV heads of the model.
+    pub(super) heads: Range<u16>,
     /// Who answers at `from`; stays known while a session is down.
     pub(super) peer: Option<PeerId>,
     /// Why the peer will not have us, or we it.
     pub(super) refusal: Option<String>,
-    /// The engine was told of the end, and nothing touches the pages; only the machine's last words are left.
+    /// The load was told of the end, and nothing of this part touches the pages; only the machine's last words are left.
     pub(super) over: bool,
-    /// What asks the prefill engine to compute; sent with each new session until something landed.
-    ask: Bytes,
-    /// The blocks from the one that holds `tokens.start`.
-    blocks: Vec<BlockId>,
-    tokens: Range<u32>,
-    layerwise: bool,
-    started: bool,
-    /// Write guards over the pages that are not verified yet.
-    guards: Option<PageGuards>,
-    /// Verified tokens of each of this worker's layers.
-    verified: Vec<u32>,
     /// The transport's grants of each generation.
-    grants: BTreeMap<Generation, Vec<GrantKey>>,
+    grants: BTreeMap<Generation, Vec<GrantedWindow>>,
     /// Digests that are with a mover.
     verifying: usize,
     /// The end, while it waits for the movers to let go of the pages.
@@ -55,7 +46,41 @@ pub(super) struct Receiving {
     span: tracing::Span,
 }
 
+/// Where a part comes from, and which heads it carries.
+#[derive(Debug)]
+pub(super) struct PartFrom {
+    pub(super) transfer: TransferId,
+    pub(super) rank: TpRank,
+    pub(super) address: PeerAddress,
+    pub(super) heads: Range<u16>,
+}
+
 impl Receiving {
+    pub(super) fn new(machine: Receiver, part: &PartFrom, load: TransferId, request: &RequestId, began: Time) -> Self {
+        let span = tracing::debug_span!("load", %request, transfer = %part.transfer, from_rank = %part.rank);
+        Self {
+            machine,
+            load,
+            request: request.clone(),
+            from: part.address,
+            rank: part.rank,
+            heads: part.heads.clone(),
+            peer: None,
+            refusal: None,
+            over: false,
+            grants: BTreeMap::new(),
+            verifying: 0,
+            end: None,
+            began,
+            span,
+        }
+    }
+
+    /// Whether its end is still to come.
+    pub(super) const fn is_live(&self) -> bool {
+        !self.over && self.end.is_none()
+    }
+
     /// Whether a session with this peer, or one at this address, is what the transfer waits for.
     pub(super) fn waits_for(&self, peer: &PeerId, address: Option<PeerAddress>) -> bool {
         match &self.peer {
@@ -67,6 +92,7 @@ impl Receiving {
     /// Grants the missing rectangles to the peer, a window each. On an error nothing stays granted.
     fn grant(
         &self,
+        load: &Loading,
         caches: &Caches,
         transport: &dyn Transport,
         missing: &[Rect],
@@ -74,7 +100,7 @@ impl Receiving {
         let peer = self.peer.as_ref().ok_or(GrantRefusal::NotConnected)?;
         let mut windows: Vec<GrantedWindow> = Vec::new();
         for &rect in missing {
-            match self.grant_one(caches, transport, peer, rect) {
+            match self.grant_one(load, caches, transport, peer, rect) {
                 Ok(window) => windows.push(window),
                 Err(refusal) => {
                     windows.iter().for_each(|window| transport.revoke(window.key));
@@ -87,139 +113,63 @@ impl Receiving {
 
     fn grant_one(
         &self,
+        load: &Loading,
         caches: &Caches,
         transport: &dyn Transport,
         peer: &PeerId,
         rect: Rect,
     ) -> Result<GrantedWindow, GrantRefusal> {
-        let per_block = caches.tokens_per_block();
-        let (start, end) = (rect.tokens().start - self.tokens.start, rect.tokens().end - self.tokens.start);
-        let blocks = (start / per_block) as usize..end.div_ceil(per_block) as usize;
-        let first_token = self.tokens.start + blocks.start as u32 * per_block;
+        let (blocks, first_token) = load.blocks_of(rect, caches.tokens_per_block());
         let (layout, shard) = (caches.layout(), caches.shard());
-        let window = window_pages(layout, shard, &self.blocks[blocks], first_token, rect.layers(), caches.heads());
+        let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
         let (shape, pages) = window.map_err(|error| GrantRefusal::Impossible(error.to_string()))?;
-        match transport.grant(peer, pages) {
-            Ok(key) => Ok(GrantedWindow { key, rect, shape }),
-            Err(kvferry_transport::TransportError::NotConnected { .. }) => Err(GrantRefusal::NotConnected),
-            Err(error) => Err(GrantRefusal::Impossible(error.to_string())),
-        }
-    }
-
-    /// A rectangle is verified: counts it, and returns this worker's layers that are now complete.
-    fn verified(&mut self, caches: &Caches, rect: Rect) -> Vec<u16> {
-        let first_layer = caches.shard().first_layer.get();
-        let mut complete = Vec::new();
-        for layer in rect.layers() {
-            let local = layer - first_layer;
-            let done = &mut self.verified[usize::from(local)];
-            *done += rect.tokens().len() as u32;
-            if *done as usize == self.tokens.len() {
-                complete.push(local);
-                if let Some(guards) = &mut self.guards {
-                    guards.release_layers(local..local + 1);
-                }
+        let key = match transport.grant(peer, pages) {
+            Ok(key) => key,
+            Err(kvferry_transport::TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
+            Err(error) => return Err(GrantRefusal::Impossible(error.to_string())),
+        };
+        let window = GrantedWindow { key, rect, shape };
+        match window.margins() {
+            Ok(margins) => transport.seal(key, &margins),
+            Err(error) => {
+                transport.revoke(key);
+                return Err(GrantRefusal::Impossible(error.to_string()));
             }
         }
-        complete
+        Ok(window)
+    }
+
+    /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified.
+    fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
+        // Nothing lands under a revoked one.
+        let Some(windows) = self.grants.get(&generation) else { return Ok(()) };
+        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+        let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
+        transport.seal(window.key, &extents);
+        Ok(())
     }
 }
 
 impl Driver {
-    /// Begins a load.
-    pub(super) fn load(&mut self, load: Load) {
-        if load.tokens.is_empty() {
-            return self.nothing_to_load(&load);
-        }
-        let began = self.now();
-        match self.receiving(&load, began) {
-            Ok(entry) => {
-                self.board.metrics.transfers_started_total.at(metrics::Side::Receive).add(1);
-                self.receiving.insert(load.transfer, entry);
-            }
-            Err(problem) => {
-                tracing::warn!(request = %load.request, transfer = %load.transfer, problem, "load refused");
-                return self.report_failure(&load.request, load.tokens.start, &[], problem);
-            }
-        }
-        self.count_live();
-        self.dial(load.from);
-        if let Some((peer, session)) = self.peers.at(load.from) {
-            self.attach(load.transfer, &peer, session);
-        } else {
-            self.turn(load.transfer, Side::Receiving);
-        }
-    }
-
-    fn receiving(&self, load: &Load, began: Time) -> Result<Receiving, String> {
-        if self.receiving.contains_key(&load.transfer) {
-            return Err(format!("transfer {} is being received already; draw a new id for each", load.transfer));
-        }
-        let limit = self.config.limits().max_transfers.get() as usize;
-        if self.receiving.len() >= limit {
-            return Err(format!("{limit} transfers are under way; raise max_transfers or send less"));
-        }
-        let layers = self.caches.layers();
-        let wanted = Rect::new(load.tokens.clone(), layers.clone()).map_err(|error| error.to_string())?;
-        let guards = self.caches.guard_write(&load.blocks, layers.clone())?;
-        let deadlines = self.config.deadlines();
-        let config = ReceiverConfig {
-            transfer: load.transfer,
-            wanted: Coverage::from(wanted),
-            order: self.config.order().into(),
-            deadline: deadlines.transfer,
-            progress: deadlines.progress,
-            absent: deadlines.absent,
-            lease_ttl: deadlines.lease_ttl,
-            ask_before_revoke: None,
-            linger: deadlines.verdict,
-            max_cuts: MAX_CUTS,
-        };
-        let machine = Receiver::new(began, config).map_err(|error| error.to_string())?;
-        Ok(Receiving {
-            machine,
-            request: load.request.clone(),
-            from: load.from,
-            peer: None,
-            refusal: None,
-            over: false,
-            ask: Bytes::copy_from_slice(&load.ask),
-            blocks: load.blocks.clone(),
-            tokens: load.tokens.clone(),
-            layerwise: load.layerwise,
-            started: false,
-            guards,
-            verified: vec![0; layers.len()],
-            grants: BTreeMap::new(),
-            verifying: 0,
-            end: None,
-            began,
-            span: tracing::debug_span!("load", request = %load.request, transfer = %load.transfer),
-        })
-    }
-
-    /// Everything is here already: the prefill side, if it was asked by somebody else, may let go.
-    fn nothing_to_load(&mut self, load: &Load) {
-        self.dial(load.from);
-        if let Some((peer, _)) = self.peers.at(load.from) {
-            let ended = kvferry_protocol::message::Ended { transfer: load.transfer, verdict: Verdict::Done };
-            self.send(&peer, &Message::Ended(ended));
-        }
-        self.board.progress.ended(&load.request, Ended::Loaded);
-        self.board.results().loaded.push(load.request.clone());
-        self.board.progress.forget(&load.request);
-    }
-
-    /// A session with the transfer's peer is up.
+    /// A session with the peer at a part's address is up.
     pub(super) fn attach(&mut self, transfer: TransferId, peer: &PeerId, session: u64) {
         let early = self.early.take(peer, transfer);
         let Some(entry) = self.receiving.get_mut(&transfer) else { return };
         if entry.over {
+            // It ended while nobody answered: the sender must hear that.
+            entry.peer.get_or_insert_with(|| peer.clone());
             return self.with_receiving(transfer, |entry, now| entry.machine.peer_up(now, session));
         }
+        if let Some(problem) = self.misplaced(transfer, peer) {
+            tracing::warn!(%transfer, %peer, problem, "this peer cannot send the part");
+            return self.refuse_part(transfer, problem);
+        }
+        let Some(entry) = self.receiving.get_mut(&transfer) else { return };
         entry.peer = Some(peer.clone());
-        if !entry.ask.is_empty() && entry.verified.iter().all(|&tokens| tokens == 0) {
-            match EngineBytes::new(entry.ask.to_vec()) {
+        // Rank 0 asks rank 0, for all ranks: that part has the hand-over's own id.
+        let speaks = entry.load == transfer;
+        if let Some(ask) = self.loads.get(&entry.load).filter(|_| speaks).and_then(Loading::ask) {
+            match EngineBytes::new(ask) {
                 Ok(ask) => self.send(peer, &Message::Engine(ask)),
                 Err(error) => tracing::warn!(%transfer, %error, "the request to the prefill engine cannot be sent"),
             }
@@ -228,6 +178,42 @@ impl Driver {
         if let Some(early) = early {
             self.with_receiving(transfer, |entry, now| entry.machine.message(now, early));
         }
+    }
+
+    /// A part cannot come from where it was to come from.
+    pub(super) fn refuse_part(&mut self, transfer: TransferId, problem: String) {
+        if let Some(entry) = self.receiving.get_mut(&transfer).filter(|entry| entry.is_live()) {
+            entry.refusal = Some(problem);
+            self.with_receiving(transfer, |entry, now| entry.machine.cancel(now));
+        }
+    }
+
+    /// Why the peer that answers at a part's address cannot be its sender.
+    fn misplaced(&self, transfer: TransferId, peer: &PeerId) -> Option<String> {
+        let entry = self.receiving.get(&transfer)?;
+        let load = self.loads.get(&entry.load)?;
+        let (heads, ranks) = self.peers.place(peer)?;
+        if peer.tp_rank != entry.rank {
+            return Some(format!(
+                "{peer} answers at the address of tp_rank {}; list the prefill engine's addresses by rank",
+                entry.rank
+            ));
+        }
+        if usize::from(ranks) != load.ranks {
+            return Some(format!(
+                "{peer} is one of {ranks} ranks, but {} addresses were given; list one for each rank of the prefill engine",
+                load.ranks
+            ));
+        }
+        if heads.start > entry.heads.start || heads.end < entry.heads.end {
+            return Some(format!(
+                "{peer} holds heads {heads:?}, but tp_rank {} of {ranks} should hold {:?}; check the peer's tp_rank, tp_size and shard",
+                entry.rank, entry.heads
+            ));
+        }
+        let siblings = load.parts.iter().filter_map(|part| self.receiving.get(part)?.peer.as_ref());
+        let other = siblings.into_iter().find(|known| known.engine != peer.engine)?;
+        Some(format!("{peer} and {other} are two engines; list the addresses of one engine's ranks"))
     }
 
     /// Feeds a receiving machine one input and performs what it asks for.
@@ -265,13 +251,15 @@ impl Driver {
         let Some(entry) = self.receiving.get_mut(&transfer) else { return };
         match output {
             ReceiverOutput::MakeGrant { generation, missing } => {
-                let taken = match entry.grant(&self.caches, &*self.transport, &missing) {
+                let Some(load) = self.loads.get(&entry.load) else { return };
+                let taken = match entry.grant(load, &self.caches, &*self.transport, &missing) {
                     Ok(windows) => {
                         let keys: Vec<_> = windows.iter().map(|window| window.key).collect();
                         self.granted.extend(keys.iter().map(|&key| (key, transfer)));
                         let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
-                        entry.grants.insert(generation, keys);
-                        match Windows::encode(&windows) {
+                        let encoded = Windows::encode(&windows);
+                        entry.grants.insert(generation, windows);
+                        match encoded {
                             Ok(bytes) => entry.machine.granted(now, generation, first, bytes),
                             Err(problem) => {
                                 let refusal = GrantRefusal::Impossible(problem);
@@ -291,13 +279,21 @@ impl Driver {
                 }
             }
             ReceiverOutput::Verify { generation, sequence, rect } => {
+                let Some(load) = self.loads.get(&entry.load) else { return };
                 entry.verifying += 1;
+                let sealed = entry.seal(&*self.transport, generation, rect);
                 let write = WriteKey { transfer, generation, sequence };
-                let (blocks, first_token) = (entry.blocks.clone(), entry.tokens.start);
-                let heads = self.caches.heads();
-                self.verify(Job::Verify { write, blocks, first_token, rect, heads });
+                let (blocks, first_token) = load.pages();
+                let heads = entry.heads.clone();
+                match sealed {
+                    Ok(()) => self.verify(Job::Verify { write, blocks, first_token, rect, heads }),
+                    Err(problem) => self.digested(write, Err(problem)),
+                }
             }
-            ReceiverOutput::Verified(rect) => self.verified(transfer, rect),
+            ReceiverOutput::Verified(rect) => {
+                let (load, heads) = (entry.load, entry.heads.clone());
+                self.verified(load, &heads, rect);
+            }
             ReceiverOutput::Revoke { generation, .. } => {
                 self.revoke(transfer, generation);
                 if let Some(entry) = self.receiving.get_mut(&transfer) {
@@ -313,27 +309,10 @@ impl Driver {
     }
 
     fn revoke(&mut self, transfer: TransferId, generation: Generation) {
-        let keys = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
-        for key in keys.into_iter().flatten() {
+        let windows = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
+        for GrantedWindow { key, .. } in windows.into_iter().flatten() {
             self.transport.revoke(key);
             self.granted.remove(&key);
-        }
-    }
-
-    fn verified(&mut self, transfer: TransferId, rect: Rect) {
-        let Some(entry) = self.receiving.get_mut(&transfer) else { return };
-        let complete = entry.verified(&self.caches, rect);
-        let request = entry.request.clone();
-        let start = entry.layerwise && !entry.started && complete.contains(&0);
-        entry.started |= start;
-        let metrics = &self.board.metrics;
-        metrics.chunks_total.at(metrics::Side::Receive).add(1);
-        metrics.transfer_bytes_total.at(metrics::Side::Receive).add(rect.cells() * self.caches.bytes_per_cell());
-        for layer in complete {
-            self.board.progress.verified(&request, layer.into());
-        }
-        if start {
-            self.board.results().started.push(request);
         }
     }
 
@@ -362,84 +341,30 @@ impl Driver {
         self.finish_receiving(transfer);
     }
 
-    /// Tells the engine of the end once no mover reads the pages.
+    /// Tells the load of the end once no mover reads the pages.
     fn finish_receiving(&mut self, transfer: TransferId) {
         let now = self.now();
         let Some(entry) = self.receiving.get_mut(&transfer).filter(|entry| entry.verifying == 0) else { return };
         let Some(end) = entry.end.take() else { return };
         entry.over = true;
-        entry.guards = None;
-        let request = entry.request.clone();
-        let (began, tokens) = (entry.began, entry.tokens.clone());
-        let elapsed = now.since(began);
+        let (load, elapsed) = (entry.load, now.since(entry.began));
+        let entry = &self.receiving[&transfer];
+        let reason = match (&end.verdict, &entry.refusal) {
+            (Verdict::Done, _) => None,
+            (_, Some(refusal)) => Some(refusal.clone()),
+            (verdict, None) => Some(self.why(verdict, entry.from)),
+        };
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
-        tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "load ended");
-        let per_block = self.caches.tokens_per_block();
-        let Some(good_tokens) = good_prefix(&end, &tokens, per_block) else {
-            self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
-            self.board.progress.ended(&request, Ended::Loaded);
-            self.board.results().loaded.push(request);
-            return;
-        };
-        let good = (good_tokens.saturating_sub(tokens.start)).div_ceil(per_block) as usize;
-        let (blocks, reason) = {
-            let entry = &self.receiving[&transfer];
-            let reason = entry.refusal.clone().unwrap_or_else(|| self.reason(&end.verdict, entry.from));
-            (entry.blocks[..good.min(entry.blocks.len())].to_vec(), reason)
-        };
-        self.report_failure(&request, good_tokens, &blocks, reason);
+        tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "part ended");
+        self.part_landed(load, transfer, end.good_until_token, reason);
     }
 
-    /// Why a load ended, with what is known of a peer that never came.
-    fn reason(&self, verdict: &Verdict, from: PeerAddress) -> String {
+    /// Why a part ended, with what is known of a peer that never came.
+    fn why(&self, verdict: &Verdict, from: PeerAddress) -> String {
         let is_absent = matches!(verdict, Verdict::Failed(failure) if failure.reason == Reason::PeerAbsent);
         match self.peers.why_missed(from).filter(|_| is_absent) {
             Some(why) => format!("{verdict}; the last attempt: {why}"),
             None => verdict.to_string(),
-        }
-    }
-
-    fn report_failure(&self, request: &RequestId, good_tokens: u32, good_blocks: &[BlockId], reason: String) {
-        self.board.progress.ended(request, Ended::Failed);
-        self.board.results().failed.push(LoadFailure {
-            request: request.clone(),
-            good_tokens,
-            good_blocks: good_blocks.to_vec(),
-            reason,
-        });
-    }
-}
-
-/// Leading tokens that are good after a load that misses some, in whole blocks; `None` if it misses none. A deadline may come between
-/// the last byte and its digest: the verdict is that of the deadline then, but the engine has all it asked for.
-fn good_prefix(end: &ReceiverEnd, tokens: &Range<u32>, per_block: u32) -> Option<u32> {
-    // The transfer may have begun behind a local prefix, which is good as it is.
-    let misses = end.verdict != Verdict::Done && end.good_until_token < tokens.end;
-    misses.then(|| end.good_until_token / per_block * per_block)
-}
-
-/// Cuts of the session that one transfer survives; each costs a handshake and what was in flight.
-const MAX_CUTS: u32 = 8;
-
-#[cfg(test)]
-mod tests {
-    use kvferry_protocol::message::Reason;
-
-    use super::*;
-
-    #[test]
-    fn a_load_that_misses_nothing_is_loaded_whatever_its_verdict() {
-        let stalled = || Verdict::failed(Reason::Stalled, "nothing for a while");
-        for (name, verdict, good_until_token, want) in [
-            ("done", Verdict::Done, 40, None),
-            ("stalled between the last byte and its digest", stalled(), 40, None),
-            ("cancelled with all of it there", Verdict::Cancelled, 40, None),
-            ("stalled in a block", stalled(), 39, Some(36)),
-            ("stalled at a block's end", stalled(), 36, Some(36)),
-            ("stalled at once, behind a local prefix", stalled(), 8, Some(8)),
-        ] {
-            let end = ReceiverEnd { verdict, good: Vec::new(), good_until_token };
-            assert_eq!(good_prefix(&end, &(8..40), 4), want, "{name}");
         }
     }
 }

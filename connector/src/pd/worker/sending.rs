@@ -1,13 +1,12 @@
-//! One transfer on the sending side: begins it, performs what its machine asks for, and ends it.
+//! One part of what is kept for a decode engine: the transfer to one of its ranks. Performs what its machine asks for, and ends it.
 
-use std::collections::BTreeMap;
-use std::num::{NonZeroU32, NonZeroU64};
+use std::ops::Range;
 
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::layout::{CacheView, CopyPlan, Selection, plan};
 use kvferry_protocol::message::{Grant, Message, Verdict};
-use kvferry_protocol::transfer::{InputError, Rect, Sender, SenderConfig, SenderOutput, Time};
-use kvferry_protocol::{BlockId, Generation, PeerId, TransferId};
+use kvferry_protocol::transfer::{InputError, Rect, Sender, SenderOutput, Time};
+use kvferry_protocol::{BlockId, Generation, PeerId, TpRank, TransferId};
 
 use super::driver::{Driver, Side};
 use super::window::{GrantedWindow, Windows};
@@ -15,21 +14,28 @@ use crate::contract::{RequestId, Save};
 use crate::metrics;
 use crate::pd::caches::Caches;
 
-/// One request's KV on its way to a peer.
+/// What one decode rank reads of a request's KV.
 #[derive(Debug)]
 pub(super) struct Sending {
     pub(super) machine: Sender,
+    /// What it is a part of, in [`Driver::leases`].
+    pub(super) lease: TransferId,
     pub(super) request: RequestId,
+    /// The rank that reads, and how many its engine has.
+    pub(super) reader: TpRank,
+    pub(super) readers: u16,
     /// The receiver, once it is known.
     pub(super) peer: Option<PeerId>,
-    /// The engine was told of the end, and nothing reads the pages.
+    /// The lease was told of the end, and nothing of this part reads the pages.
     pub(super) over: bool,
+    /// The lease is over and drained: nothing reads the pages, though the receiver's word may still be awaited.
+    pub(super) released: bool,
     /// All blocks of the request so far, from token 0.
     pub(super) blocks: Vec<BlockId>,
     /// Read guards over what was handed to the machine, until the lease is released.
     guards: Vec<PageGuards>,
-    /// The windows of each grant that was adopted.
-    windows: BTreeMap<Generation, Vec<GrantedWindow>>,
+    /// The windows of the grant in use. A post is planned when its machine asks for it, so no other grant's are looked up again.
+    windows: Option<(Generation, Vec<GrantedWindow>)>,
     began: Time,
     /// When the first write was asked for, and when the engine handed over the last part.
     first_post: Option<Time>,
@@ -37,7 +43,42 @@ pub(super) struct Sending {
     span: tracing::Span,
 }
 
+/// Who reads a part, and which heads it carries.
+#[derive(Debug)]
+pub(super) struct PartTo {
+    pub(super) transfer: TransferId,
+    pub(super) rank: TpRank,
+    pub(super) heads: Range<u16>,
+}
+
 impl Sending {
+    pub(super) fn new(machine: Sender, part: &PartTo, save: &Save, began: Time) -> Self {
+        let request = save.request.clone();
+        let span = tracing::debug_span!("send", %request, transfer = %part.transfer, to_rank = %part.rank);
+        Self {
+            machine,
+            lease: save.transfer,
+            request,
+            reader: part.rank,
+            readers: save.readers,
+            peer: None,
+            over: false,
+            released: false,
+            blocks: save.blocks.clone(),
+            guards: Vec::new(),
+            windows: None,
+            began,
+            first_post: None,
+            last_computed: began,
+            span,
+        }
+    }
+
+    /// Whether a peer that speaks of the part is its receiver, who was not known.
+    pub(super) fn may_be(&self, peer: &PeerId) -> bool {
+        self.peer.is_none() && self.reader == peer.tp_rank
+    }
+
     /// The window that holds a rectangle of a grant, and the plan from our pages to it.
     pub(super) fn plan(
         &self,
@@ -45,7 +86,8 @@ impl Sending {
         generation: Generation,
         rect: Rect,
     ) -> Result<(&GrantedWindow, CopyPlan), String> {
-        let windows = self.windows.get(&generation).ok_or("the grant's windows are not known")?;
+        let windows = self.windows.as_ref().filter(|(of, _)| *of == generation).map(|(_, windows)| windows);
+        let windows = windows.ok_or("the grant's windows are not known")?;
         let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
         let (layout, blocks) = (window.shape.layout(), window.shape.block_ids());
         let source = CacheView { layout: caches.layout(), shard: caches.shard(), blocks: &self.blocks, first_token: 0 };
@@ -58,88 +100,16 @@ impl Sending {
 }
 
 impl Driver {
-    /// The engine computes a request whose KV a peer wants.
-    pub(super) fn lease(&mut self, save: Save) {
-        if let Some(entry) = self.sending.get_mut(&save.transfer) {
-            entry.blocks = save.blocks;
-            return;
-        }
-        if !save.first {
-            return; // It ended while the engine computed; the report is on its way to the scheduler.
-        }
-        let peer = save.to.clone().or_else(|| self.early.peer_of(save.transfer).cloned());
-        if peer.as_ref().is_some_and(|peer| self.early.is_declined(peer, save.transfer)) {
-            // The receiver gave up before its turn came.
-            self.board.results().sent.push(save.request);
-            return;
-        }
-        let began = self.now();
-        let entry = match self.sending(&save, began) {
-            Ok(entry) => entry,
-            Err(problem) => {
-                tracing::warn!(request = %save.request, transfer = %save.transfer, problem, "transfer refused");
-                self.board.results().sent.push(save.request);
-                if let Some(peer) = peer {
-                    self.decline(&peer, save.transfer, &problem);
-                }
-                return;
-            }
-        };
-        self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(1);
-        self.sending.insert(save.transfer, entry);
-        self.count_live();
-        match peer {
-            Some(peer) => self.begin_with(save.transfer, peer),
-            None => self.turn(save.transfer, Side::Sending),
-        }
-    }
-
-    fn sending(&self, save: &Save, began: Time) -> Result<Sending, String> {
-        let limit = self.config.limits().max_transfers.get() as usize;
-        if self.sending.len() >= limit {
-            return Err(format!("{limit} transfers are under way; raise max_transfers or send less"));
-        }
-        let layers = self.caches.layers();
-        let held = Rect::new(0..save.prompt_tokens, layers).map_err(|error| error.to_string())?;
-        let deadlines = self.config.deadlines();
-        let cells = self.config.limits().chunk_bytes / self.caches.bytes_per_cell().max(1);
-        let config = SenderConfig {
-            transfer: save.transfer,
-            held,
-            order: self.config.order().into(),
-            lease_ttl: deadlines.lease_ttl,
-            lease_max: deadlines.transfer + deadlines.lease_ttl,
-            absent: deadlines.absent,
-            word: deadlines.verdict,
-            max_posts_in_flight: POSTS_IN_FLIGHT,
-            max_cells_per_post: NonZeroU64::new(cells).unwrap_or(NonZeroU64::MIN),
-            align_tokens: NonZeroU32::new(self.caches.tokens_per_block()).unwrap_or(NonZeroU32::MIN),
-        };
-        Ok(Sending {
-            machine: Sender::new(began, config),
-            request: save.request.clone(),
-            peer: None,
-            over: false,
-            blocks: save.blocks.clone(),
-            guards: Vec::new(),
-            windows: BTreeMap::new(),
-            began,
-            first_post: None,
-            last_computed: began,
-            span: tracing::debug_span!("send", request = %save.request, transfer = %save.transfer),
-        })
-    }
-
-    /// The receiver of a transfer is known: its session, and what it said before the request came.
-    fn begin_with(&mut self, transfer: TransferId, peer: PeerId) {
+    /// The receiver of a part is known: its session, and what it said before the request came.
+    pub(super) fn begin_with(&mut self, transfer: TransferId, peer: PeerId) {
         let early = self.early.take(&peer, transfer);
         let session = self.peers.session(&peer);
         if let Some(entry) = self.sending.get_mut(&transfer) {
             entry.peer = Some(peer);
         }
         match session {
-            Some(session) => self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session)),
-            // It asked in a session that is gone: it may come back, within the time that a peer may be away.
+            Some(session) => self.reach(transfer, session),
+            // It asked in a session that is gone, or its session is not up yet: it may come within the time that a peer may be away.
             None => {
                 self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, 0));
                 self.with_sending(transfer, |entry, now| entry.machine.peer_down(now));
@@ -150,6 +120,23 @@ impl Driver {
         }
     }
 
+    /// A session with a part's receiver is up.
+    pub(super) fn reach(&mut self, transfer: TransferId, session: u64) {
+        self.with_sending(transfer, |entry, now| entry.machine.peer_up(now, session));
+        let Some(entry) = self.sending.get(&transfer) else { return };
+        let Some((peer, (_, ranks))) = entry.peer.as_ref().and_then(|peer| Some((peer, self.peers.place(peer)?)))
+        else {
+            return;
+        };
+        if ranks != entry.readers {
+            let problem = format!(
+                "{peer} is one of {ranks} ranks, but the request says that {} read; write the decode engine's tp_size as `readers`",
+                entry.readers
+            );
+            self.fail_lease(entry.lease, &problem);
+        }
+    }
+
     /// A peer speaks of a transfer whose receiver was not known: it is this one.
     pub(super) fn meet(&mut self, transfer: TransferId, peer: PeerId, message: Message) {
         self.begin_with(transfer, peer);
@@ -157,7 +144,7 @@ impl Driver {
     }
 
     /// Part of a request's KV is in the cache.
-    pub(super) fn computed(&mut self, transfer: TransferId, rect: Rect) {
+    pub(super) fn part_computed(&mut self, transfer: TransferId, rect: Rect) {
         let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer).filter(|entry| !entry.over) else { return };
         let per_block = self.caches.tokens_per_block();
@@ -225,7 +212,10 @@ impl Driver {
                     self.send(&peer, &message);
                 }
             }
-            SenderOutput::ReleaseLease => entry.guards.clear(),
+            SenderOutput::ReleaseLease => {
+                entry.guards.clear();
+                entry.released = true;
+            }
             SenderOutput::Finished(verdict) => self.finish_sending(transfer, &verdict),
         }
     }
@@ -234,15 +224,15 @@ impl Driver {
         let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         entry.over = true;
-        let (request, elapsed) = (entry.request.clone(), now.since(entry.began));
+        let (lease, elapsed) = (entry.lease, now.since(entry.began));
         if let (Verdict::Done, Some(first)) = (verdict, entry.first_post) {
             let metrics = &self.board.metrics;
             metrics.wire_seconds.observe(now.since(first));
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
         }
         self.count_end(metrics::Side::Send, verdict, elapsed);
-        tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "send ended");
-        self.board.results().sent.push(request);
+        tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "part ended");
+        self.part_sent(lease, transfer);
     }
 }
 
@@ -251,12 +241,9 @@ impl Sending {
     fn adopt(&mut self, grant: &Grant) {
         match Windows::decode(&grant.window) {
             Ok(windows) => {
-                self.windows.insert(grant.generation, windows);
+                self.windows = Some((grant.generation, windows));
             }
             Err(problem) => tracing::warn!(transfer = %grant.transfer, problem, "a grant's windows cannot be read"),
         }
     }
 }
-
-/// Writes of one transfer that are under way at once, from packing to acknowledgement. An estimate, not tuned yet.
-const POSTS_IN_FLIGHT: NonZeroU32 = NonZeroU32::new(8).unwrap();

@@ -75,7 +75,14 @@ impl StepProgress {
     }
 
     fn open(&mut self, save: &Save) {
-        let (_, handed) = self.handed.entry(save.transfer).or_insert_with(|| (save.request.clone(), 0));
+        if save.first {
+            self.handed.entry(save.transfer).or_insert_with(|| (save.request.clone(), 0));
+        }
+        // Without an entry the transfer is over; the scheduler has not heard of it yet.
+        let Some((request, handed)) = self.handed.get_mut(&save.transfer) else { return };
+        if *request != save.request {
+            return; // The driver refuses it: what it computes is not what the transfer carries.
+        }
         let last = save.computed >= save.prompt_tokens;
         let end = if last { save.computed } else { save.computed / self.tokens_per_block * self.tokens_per_block };
         if *handed < end {
@@ -155,15 +162,16 @@ mod tests {
         }
     }
 
-    fn save(computed: u32) -> StepMeta {
+    fn save(computed: u32, first: bool) -> StepMeta {
         let save = Save {
             request: RequestId::new("p"),
             transfer: TransferId::new(1),
             to: None,
+            readers: 1,
             blocks: vec![],
             computed,
             prompt_tokens: 100,
-            first: true,
+            first,
         };
         StepMeta { saves: vec![save], ..StepMeta::default() }
     }
@@ -175,12 +183,12 @@ mod tests {
     #[test]
     fn whole_blocks_go_after_each_chunk_and_groups_of_layers_in_the_last() {
         let mut step = progress(20);
-        step.begin(&save(40));
+        step.begin(&save(40, true));
         assert!(rects(step.layer_saved(LayerId::new(19))).is_empty());
         assert_eq!(rects(step.all_saved()), [(0..32, 0..20)]);
-        step.begin(&save(47));
+        step.begin(&save(47, false));
         assert!(rects(step.all_saved()).is_empty(), "no block was completed");
-        step.begin(&save(100));
+        step.begin(&save(100, false));
         let mut seen = Vec::new();
         for layer in 0..20 {
             seen.extend(rects(step.layer_saved(LayerId::new(layer))));
@@ -194,14 +202,25 @@ mod tests {
     #[test]
     fn without_hooks_the_complete_step_hands_over_all_layers() {
         let mut step = progress(4);
-        step.begin(&save(100));
+        step.begin(&save(100, true));
         assert_eq!(rects(step.all_saved()), [(0..100, 0..4)]);
+    }
+
+    #[test]
+    fn a_save_whose_transfer_is_over_hands_over_nothing() {
+        let mut step = progress(4);
+        step.begin(&save(40, true));
+        assert_eq!(step.all_saved().len(), 1);
+        step.ended(&[RequestId::new("p")]);
+        step.begin(&save(100, false));
+        assert!(step.all_saved().is_empty());
+        assert!(step.handed.is_empty());
     }
 
     #[test]
     fn a_layer_out_of_order_waits_for_the_complete_step() {
         let mut step = progress(4);
-        step.begin(&save(100));
+        step.begin(&save(100, true));
         assert!(rects(step.layer_saved(LayerId::new(2))).is_empty());
         assert_eq!(rects(step.layer_saved(LayerId::new(0))), [(0..100, 0..1)]);
         assert_eq!(rects(step.all_saved()), [(0..100, 1..4)]);

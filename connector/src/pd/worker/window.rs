@@ -1,8 +1,11 @@
 //! What a Grant message carries for the layout algebra: one window for each rectangle that is missing.
 
+use std::ops::Range;
+
 use kvferry_protocol::codec;
-use kvferry_protocol::layout::WindowShape;
+use kvferry_protocol::layout::{PlanError, Selection, WindowShape, plan_in_place};
 use kvferry_protocol::message::WindowBytes;
+use kvferry_protocol::pages::Extent;
 use kvferry_protocol::transfer::Rect;
 use kvferry_transport::GrantKey;
 use serde::{Deserialize, Serialize};
@@ -16,6 +19,23 @@ pub(super) struct GrantedWindow {
     pub(super) rect: Rect,
     /// How its bytes are laid out.
     pub(super) shape: WindowShape,
+}
+
+impl GrantedWindow {
+    /// Where a part of the window lies in it.
+    pub(super) fn extents_of(&self, tokens: Range<u32>, layers: Range<u16>) -> Result<Vec<Extent>, PlanError> {
+        let (layout, blocks) = (self.shape.layout(), self.shape.block_ids());
+        let selection = Selection { layers, heads: self.shape.selection().heads, tokens };
+        plan_in_place(&self.shape.view(&layout, &blocks), &selection)?.window_extents()
+    }
+
+    /// What the window holds beyond its rectangle: tokens that are verified already and share a block with missing ones.
+    pub(super) fn margins(&self) -> Result<Vec<Extent>, PlanError> {
+        let (held, rect) = (self.shape.selection(), self.rect);
+        let mut extents = self.extents_of(held.tokens.start..rect.tokens().start, held.layers.clone())?;
+        extents.extend(self.extents_of(rect.tokens().end..held.tokens.end, held.layers)?);
+        Ok(extents)
+    }
 }
 
 /// The codec of a list of them.

@@ -5,8 +5,8 @@ use crate::wire::hello::MAGIC;
 use crate::wire::identity::Reader;
 use crate::wire::table::MAX_NOTIFICATION_BYTES;
 
-/// The longest control message, in bytes.
-pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
+/// The longest control message, in bytes: as long as the codec makes them.
+pub const MAX_MESSAGE_BYTES: usize = crate::codec::MAX_MESSAGE_BYTES;
 
 /// The longest reason in a goodbye, in bytes.
 pub const MAX_GOODBYE_BYTES: usize = 512;
@@ -56,10 +56,12 @@ pub enum Refusal {
     TooMany,
     /// The sender cancelled the write.
     Cancelled,
+    /// The receiver uses bytes of the extent already.
+    Sealed,
 }
 
 impl Refusal {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::UnknownGrant,
         Self::OutOfWindow,
         Self::BadExtent,
@@ -67,6 +69,7 @@ impl Refusal {
         Self::Inconsistent,
         Self::TooMany,
         Self::Cancelled,
+        Self::Sealed,
     ];
 
     /// The refusal in words.
@@ -80,6 +83,7 @@ impl Refusal {
             Self::Inconsistent => "the frames of the write contradict each other",
             Self::TooMany => "too many writes of one grant are under way",
             Self::Cancelled => "the sender cancelled it",
+            Self::Sealed => "the receiver uses these bytes already",
         }
     }
 

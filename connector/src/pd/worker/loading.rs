@@ -1,0 +1,309 @@
+//! One load: its pages, its parts, and its one end.
+//!
+//! A load is fed by every prefill rank that holds some of this worker's heads; each such part is a transfer of its own
+//! ([`Receiving`]). What the parts share is here: the pages and their guards, which layers are complete over all parts, and the
+//! end. A part that fails takes the others with it, and the end is reported once, when no part touches the pages any more.
+
+use std::ops::Range;
+
+use kvferry_kernels::PageGuards;
+use kvferry_protocol::layout::sources_of;
+use kvferry_protocol::message::{self, EngineBytes, Message, Verdict};
+use kvferry_protocol::transfer::{Coverage, Receiver, ReceiverConfig, Rect};
+use kvferry_protocol::{BlockId, TpRank, TransferId};
+
+use super::driver::{Driver, Side};
+use super::progress::Ended;
+use super::receiving::{PartFrom, Receiving};
+use crate::contract::{Load, LoadFailure, RequestId};
+use crate::metrics;
+use crate::pd::caches::Caches;
+
+/// One request's KV on its way into this worker's pages.
+#[derive(Debug)]
+pub(super) struct Loading {
+    pub(super) request: RequestId,
+    /// Its transfers in [`Driver::receiving`], one a prefill rank that is read.
+    pub(super) parts: Vec<TransferId>,
+    /// How many ranks the prefill engine has, as the request says.
+    pub(super) ranks: usize,
+    /// What asks the prefill engine to compute, for its rank 0; sent with each new session until something landed.
+    ask: Vec<u8>,
+    /// The blocks from the one that holds `tokens.start`.
+    blocks: Vec<BlockId>,
+    tokens: Range<u32>,
+    layerwise: bool,
+    started: bool,
+    /// Write guards over the pages that are not verified yet.
+    guards: Option<PageGuards>,
+    /// For each of this worker's layers: tokens x heads that are verified, over all parts.
+    verified: Vec<u64>,
+    /// Parts that may still touch the pages.
+    open: usize,
+    /// Tokens before this one are good in every part that ended.
+    good_until: u32,
+    /// Why the first part failed that did.
+    failure: Option<String>,
+}
+
+impl Loading {
+    /// The blocks that hold a rectangle's tokens, and the place in the sequence of their first token.
+    pub(super) fn blocks_of(&self, rect: Rect, per_block: u32) -> (&[BlockId], u32) {
+        let (start, end) = (rect.tokens().start - self.tokens.start, rect.tokens().end - self.tokens.start);
+        let blocks = (start / per_block) as usize..end.div_ceil(per_block) as usize;
+        let first_token = self.tokens.start + blocks.start as u32 * per_block;
+        (&self.blocks[blocks], first_token)
+    }
+
+    /// All blocks, and the place in the sequence of their first token.
+    pub(super) fn pages(&self) -> (Vec<BlockId>, u32) {
+        (self.blocks.clone(), self.tokens.start)
+    }
+
+    /// What to ask the prefill engine when its rank 0 comes up.
+    pub(super) fn ask(&self) -> Option<Vec<u8>> {
+        let nothing_landed = self.verified.iter().all(|&cells| cells == 0);
+        (!self.ask.is_empty() && nothing_landed).then(|| self.ask.clone())
+    }
+
+    /// A rectangle of some heads is verified: counts it, and returns this worker's layers that are now complete.
+    fn verified(&mut self, caches: &Caches, heads: &Range<u16>, rect: Rect) -> Vec<u16> {
+        let first_layer = caches.shard().first_layer.get();
+        let wanted = self.tokens.len() as u64 * caches.heads().len() as u64;
+        let mut complete = Vec::new();
+        for layer in rect.layers() {
+            let local = layer - first_layer;
+            let done = &mut self.verified[usize::from(local)];
+            *done += rect.tokens().len() as u64 * heads.len() as u64;
+            if *done == wanted {
+                complete.push(local);
+                if let Some(guards) = &mut self.guards {
+                    guards.release_layers(local..local + 1);
+                }
+            }
+        }
+        complete
+    }
+}
+
+impl Driver {
+    /// Begins a load.
+    pub(super) fn load(&mut self, load: Load) {
+        let parts = match self.parts_from(&load) {
+            Ok(parts) if load.tokens.is_empty() => return self.nothing_to_load(&load, &parts),
+            Ok(parts) => parts,
+            Err(problem) => return self.refuse_load(&load, problem),
+        };
+        if let Err(problem) = self.begin_load(&load, &parts) {
+            return self.refuse_load(&load, problem);
+        }
+        let started = self.board.metrics.transfers_started_total.at(metrics::Side::Receive);
+        started.add(parts.len() as u64);
+        self.count_live();
+        for part in parts {
+            self.dial(part.address);
+            if let Some((peer, session)) = self.peers.at(part.address) {
+                self.attach(part.transfer, &peer, session);
+            } else {
+                self.turn(part.transfer, Side::Receiving);
+            }
+        }
+    }
+
+    /// Which prefill ranks this worker reads, and what it takes from each.
+    fn parts_from(&self, load: &Load) -> Result<Vec<PartFrom>, String> {
+        let tp_rank = self.config.peer().tp_rank;
+        let ranks = u16::try_from(load.from.len()).map_err(|_| "more addresses than an engine has ranks".to_owned())?;
+        let sources = sources_of(tp_rank, self.config.tp_size().get(), ranks, self.card.manifest.kv_heads);
+        let sources = sources.map_err(|error| {
+            format!(
+                "{error}: the {ranks} addresses to load from are the prefill engine's ranks; list each of them once"
+            )
+        })?;
+        let part = |rank: TpRank, heads| PartFrom {
+            transfer: load.transfer.part(tp_rank, rank),
+            rank,
+            address: load.from[usize::from(rank.get())],
+            heads,
+        };
+        Ok(sources.into_iter().map(|source| part(source.tp_rank, source.heads)).collect())
+    }
+
+    fn begin_load(&mut self, load: &Load, parts: &[PartFrom]) -> Result<(), String> {
+        let began = self.now();
+        let known = |part: &PartFrom| self.receiving.contains_key(&part.transfer);
+        if self.loads.contains_key(&load.transfer) || parts.iter().any(known) {
+            return Err(format!("transfer {} is being received already; draw a new id for each", load.transfer));
+        }
+        let limit = self.config.limits().max_transfers.get() as usize;
+        if self.receiving.len() + parts.len() > limit {
+            return Err(format!("{limit} transfers are under way; raise max_transfers or send less"));
+        }
+        // It is sent when a session is up; what can never be sent is refused now, not when the deadline is over.
+        EngineBytes::new(load.ask.clone()).map_err(|error| format!("the request to the prefill engine: {error}"))?;
+        let layers = self.caches.layers();
+        let wanted = Rect::new(load.tokens.clone(), layers.clone()).map_err(|error| error.to_string())?;
+        let guards = self.caches.guard_write(&load.blocks, layers.clone())?;
+        let mut entries = Vec::new();
+        for part in parts {
+            let config = self.receiver_config(part.transfer, wanted);
+            let machine = Receiver::new(began, config).map_err(|error| error.to_string())?;
+            entries.push((part.transfer, Receiving::new(machine, part, load.transfer, &load.request, began)));
+        }
+        self.receiving.extend(entries);
+        let loading = Loading {
+            request: load.request.clone(),
+            parts: parts.iter().map(|part| part.transfer).collect(),
+            ranks: load.from.len(),
+            ask: load.ask.clone(),
+            blocks: load.blocks.clone(),
+            tokens: load.tokens.clone(),
+            layerwise: load.layerwise,
+            started: false,
+            guards,
+            verified: vec![0; layers.len()],
+            open: parts.len(),
+            good_until: load.tokens.end,
+            failure: None,
+        };
+        self.loads.insert(load.transfer, loading);
+        Ok(())
+    }
+
+    fn receiver_config(&self, transfer: TransferId, wanted: Rect) -> ReceiverConfig {
+        let deadlines = self.config.deadlines();
+        ReceiverConfig {
+            transfer,
+            wanted: Coverage::from(wanted),
+            order: self.config.order().into(),
+            deadline: deadlines.transfer,
+            progress: deadlines.progress,
+            absent: deadlines.absent,
+            lease_ttl: deadlines.lease_ttl,
+            ask_before_revoke: None,
+            linger: deadlines.verdict,
+            max_cuts: MAX_CUTS,
+        }
+    }
+
+    fn refuse_load(&self, load: &Load, problem: String) {
+        tracing::warn!(request = %load.request, transfer = %load.transfer, problem, "load refused");
+        self.report_failure(&load.request, load.tokens.start, &[], problem);
+    }
+
+    /// Everything is here already: the prefill side, if it was asked by somebody else, may let go.
+    fn nothing_to_load(&mut self, load: &Load, parts: &[PartFrom]) {
+        for part in parts {
+            self.dial(part.address);
+            if let Some((peer, _)) = self.peers.at(part.address) {
+                let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
+                self.send(&peer, &Message::Ended(ended));
+            }
+        }
+        self.board.progress.ended(&load.request, Ended::Loaded);
+        self.board.results().loaded.push(load.request.clone());
+        self.board.progress.forget(&load.request);
+    }
+
+    /// Ends a load: every part of it that goes on.
+    pub(super) fn cancel_load(&mut self, load: TransferId) {
+        let parts = self.loads.get(&load).map_or_else(Vec::new, |load| load.parts.clone());
+        for part in parts {
+            if self.receiving.get(&part).is_some_and(Receiving::is_live) {
+                self.with_receiving(part, |entry, now| entry.machine.cancel(now));
+            }
+        }
+    }
+
+    /// A rectangle of one part is verified.
+    pub(super) fn verified(&mut self, load: TransferId, heads: &Range<u16>, rect: Rect) {
+        let Some(load) = self.loads.get_mut(&load) else { return };
+        let complete = load.verified(&self.caches, heads, rect);
+        let start = load.layerwise && !load.started && complete.contains(&0);
+        load.started |= start;
+        let metrics = &self.board.metrics;
+        metrics.chunks_total.at(metrics::Side::Receive).add(1);
+        let bytes = rect.cells() * self.caches.bytes_per_cell(heads);
+        metrics.transfer_bytes_total.at(metrics::Side::Receive).add(bytes);
+        for layer in complete {
+            self.board.progress.verified(&load.request, layer.into());
+        }
+        if start {
+            self.board.results().started.push(load.request.clone());
+        }
+    }
+
+    /// A part ended, and nothing of it touches the pages any more; with a reason, it failed.
+    pub(super) fn part_landed(&mut self, id: TransferId, part: TransferId, good_until: u32, reason: Option<String>) {
+        let Some(load) = self.loads.get_mut(&id) else { return };
+        load.open -= 1;
+        load.good_until = load.good_until.min(good_until);
+        if let Some(reason) = reason
+            && load.failure.is_none()
+        {
+            let several = load.parts.len() > 1;
+            let rank = self.receiving.get(&part).filter(|_| several).map(|entry| entry.rank);
+            load.failure = Some(rank.map_or(reason.clone(), |rank| format!("prefill tp_rank {rank}: {reason}")));
+            self.cancel_load(id);
+        }
+        // The last of the parts that were just cancelled may have brought the end already.
+        if self.loads.get(&id).is_some_and(|load| load.open == 0)
+            && let Some(load) = self.loads.remove(&id)
+        {
+            self.finish_load(load);
+        }
+    }
+
+    fn finish_load(&self, load: Loading) {
+        drop(load.guards);
+        let (request, tokens) = (load.request, load.tokens);
+        let per_block = self.caches.tokens_per_block();
+        let missed = good_prefix(load.failure.is_some(), load.good_until, &tokens, per_block);
+        let (Some(good_tokens), Some(reason)) = (missed, load.failure) else {
+            self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
+            self.board.progress.ended(&request, Ended::Loaded);
+            self.board.results().loaded.push(request);
+            return;
+        };
+        let good = (good_tokens.saturating_sub(tokens.start)).div_ceil(per_block) as usize;
+        self.report_failure(&request, good_tokens, &load.blocks[..good.min(load.blocks.len())], reason);
+    }
+
+    fn report_failure(&self, request: &RequestId, good_tokens: u32, good_blocks: &[BlockId], reason: String) {
+        self.board.progress.ended(request, Ended::Failed);
+        self.board.results().failed.push(LoadFailure {
+            request: request.clone(),
+            good_tokens,
+            good_blocks: good_blocks.to_vec(),
+            reason,
+        });
+    }
+}
+
+/// Leading tokens that are good after a load that misses some, in whole blocks; `None` if it misses none. A deadline may come between
+/// the last byte and its digest: the verdict is that of the deadline then, but the engine has all it asked for.
+fn good_prefix(has_failed: bool, good_until: u32, tokens: &Range<u32>, per_block: u32) -> Option<u32> {
+    // The transfer may have begun behind a local prefix, which is good as it is.
+    (has_failed && good_until < tokens.end).then(|| good_until / per_block * per_block)
+}
+
+/// Cuts of the session that one transfer survives; each costs a handshake and what was in flight.
+const MAX_CUTS: u32 = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_load_that_misses_nothing_is_loaded_whatever_its_verdict() {
+        for (name, has_failed, good_until, want) in [
+            ("done", false, 40, None),
+            ("failed between the last byte and its digest", true, 40, None),
+            ("failed in a block", true, 39, Some(36)),
+            ("failed at a block's end", true, 36, Some(36)),
+            ("failed at once, behind a local prefix", true, 8, Some(8)),
+        ] {
+            assert_eq!(good_prefix(has_failed, good_until, &(8..40), 4), want, "{name}");
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! A peer that holds the key and lies.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{Engine, HEADS, LAYERS, PATIENCE, Setup, fetch, keep, start_load};
+use kvferry::config::ConnectorConfig;
+use kvferry::contract::{Scheduler, Worker};
+use kvferry_protocol::digest::Digest;
+use kvferry_protocol::layout::{RawWindow, Shard, WindowShape};
+use kvferry_protocol::message::{Grant, Message, Missing, OpaqueKey, Renew, WindowBytes, Wrote};
+use kvferry_protocol::pages::Extent;
+use kvferry_protocol::transfer::Rect;
+use kvferry_protocol::{EngineId, Generation, Incarnation, PeerId, PpRank, TpRank, TransferId, codec};
+use kvferry_transport::{
+    Event, FaultPlan, GrantKey, LoopbackConfig, LoopbackNetwork, PeerAddress, Slab, Source, Transport, Write,
+};
+
+/// A transport without a connector, that says what it likes.
+struct Liar {
+    transport: Arc<dyn Transport>,
+    waiting: Vec<Event>,
+}
+
+#[derive(Debug)]
+struct Bytes(Vec<u8>);
+
+impl Slab for Bytes {
+    fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// What the connector puts into a Grant for each window.
+type Windows = Vec<(GrantKey, Rect, WindowShape)>;
+
+impl Liar {
+    fn new(network: &LoopbackNetwork, setup: &Setup) -> Self {
+        let transport = std::cell::RefCell::new(None);
+        let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+            // An engine is made for its greeting only, under another name and on a network of its own.
+            let made =
+                network.endpoint(config.peer().clone(), greeting.clone(), LoopbackConfig::default(), FaultPlan::NONE);
+            *transport.borrow_mut() = Some(Arc::new(made) as Arc<dyn Transport>);
+            let other = LoopbackNetwork::new();
+            Arc::new(other.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+        };
+        drop(Engine::new(setup, &make));
+        Self { transport: transport.into_inner().unwrap(), waiting: Vec::new() }
+    }
+
+    fn address(&self) -> PeerAddress {
+        self.transport.local_address()
+    }
+
+    fn wait<T>(&mut self, mut wanted: impl FnMut(&Event) -> Option<T>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            for (at, event) in self.waiting.iter().enumerate() {
+                if let Some(found) = wanted(event) {
+                    self.waiting.remove(at);
+                    return found;
+                }
+            }
+            assert!(Instant::now() < deadline, "{:?}", self.waiting);
+            self.transport.poll(&mut self.waiting, Duration::from_millis(10));
+        }
+    }
+
+    fn wait_grant(&mut self) -> (PeerId, Grant, Windows) {
+        self.wait(|event| {
+            let Event::Message { peer, message } = event else { return None };
+            let Ok(Message::Grant(grant)) = codec::decode(message) else { return None };
+            let windows = codec::decode_value("windows", grant.window.as_slice()).unwrap();
+            Some((peer.clone(), grant, windows))
+        })
+    }
+
+    fn write(&self, peer: &PeerId, key: GrantKey, wrote: &Wrote, extents: Vec<Extent>, bytes: Vec<u8>) {
+        let notification = codec::encode_wrote(1, wrote).unwrap().into();
+        let source = Source::Packed(Arc::new(Bytes(bytes)));
+        self.transport
+            .post(peer, Write { grant: key, sequence: wrote.sequence, extents, source, notification })
+            .unwrap();
+    }
+}
+
+#[test]
+fn nothing_changes_under_a_guard_once_a_layer_is_verified() {
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::prefill());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    // One block of four tokens, layers outside planes inside the block: layer 0 is the window's first stretch.
+    let mut decode = Engine::new(&Setup { layout: "BLPNHC", ..Setup::decode() }, &make);
+    let request = fetch("d", 1, 4, liar.address());
+    let blocks = decode.blocks(0, 4);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, grant, windows) = liar.wait_grant();
+    let (key, _, shape) = &windows[0];
+    let layer_bytes = shape.bytes() / u64::from(LAYERS);
+    // Layer 0 as it should be: zeros, whose digest the receiver's own memory tells.
+    let digest_of = |engine: &Engine, layers: std::ops::Range<u16>| -> Digest {
+        use kvferry_kernels::copy::{self, RegionTable};
+        use kvferry_protocol::layout::{CacheView, Selection};
+        let regions = engine.cache.regions().iter().map(|region| (region.as_ptr(), region.len())).collect();
+        // SAFETY: the cache is alive; this is a test.
+        let table = unsafe { RegionTable::new(regions) };
+        let view =
+            CacheView { layout: engine.cache.layout(), shard: Shard::default(), blocks: &blocks, first_token: 0 };
+        copy::digest(&view, &Selection { layers, heads: 0..HEADS, tokens: 0..4 }, &table).unwrap()
+    };
+    let transfer = grant.transfer;
+    let generation: Generation = grant.generation;
+    let wrote = |sequence, layers: std::ops::Range<u16>, digest| Wrote {
+        transfer,
+        generation,
+        sequence,
+        rect: Rect::new(0..4, layers).unwrap(),
+        digest,
+    };
+    let good = digest_of(&decode, 0..1);
+    let first = Extent::contiguous(0, layer_bytes);
+    liar.write(&peer, *key, &wrote(0, 0..1, good), vec![first.clone()], vec![0; layer_bytes as usize]);
+    // The engine may run: layer 0 is verified.
+    decode.idle_until("the start", |applied| !applied.loaded.is_empty());
+    let guard = decode.cache.guard_read(&blocks, 0..1).unwrap();
+    let before = digest_of(&decode, 0..1);
+    assert_eq!(before, good);
+    // The liar writes layer 0 once more, and says that it was the others. Their bytes are what it never sent.
+    let rest = digest_of(&decode, 1..2);
+    liar.write(&peer, *key, &wrote(1, 1..2, rest), vec![first], vec![0xff; layer_bytes as usize]);
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_millis(500) {
+        assert_eq!(digest_of(&decode, 0..1), good, "bytes changed under a read guard, after they were verified");
+    }
+    drop(guard);
+}
+
+#[test]
+fn preempting_a_send_does_not_wait_for_its_receivers_word() {
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::decode());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    let mut prefill = Engine::new(
+        &Setup { extra: "transfer_deadline_ms = 60000\nverdict_timeout_ms = 60000", ..Setup::prefill() },
+        &make,
+    );
+    liar.transport.connect(&prefill.address()).unwrap();
+    liar.wait(|event| matches!(event, Event::Up { .. }).then_some(()));
+    let source = keep("p", 1, 8, Some(peer("decode")));
+    let blocks = prefill.blocks(0, 8);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &blocks, 0..4);
+    // The other side never answers.
+    let begin = Instant::now();
+    prefill.worker.preempted(std::slice::from_ref(&source.id));
+    assert!(begin.elapsed() < PATIENCE, "the model's thread stood still for {:?}", begin.elapsed());
+    drop(prefill.cache.guard_write(&blocks, 0..LAYERS).expect("nothing reads the pages"));
+}
+
+#[test]
+fn grants_without_end_take_no_memory() {
+    const GRANTS: u32 = 2000;
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::decode());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    let mut prefill = Engine::new(&Setup::prefill(), &make);
+    liar.transport.connect(&prefill.address()).unwrap();
+    liar.wait(|event| matches!(event, Event::Up { .. }).then_some(()));
+    let source = keep("p", 1, 8, Some(peer("decode")));
+    let blocks = prefill.blocks(0, 8);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &blocks, 0..4);
+    let rect = Rect::new(4..8, 0..LAYERS).unwrap();
+    let shape = WindowShape::try_from(RawWindow {
+        order: "BLPNHC".parse().unwrap(),
+        tokens_per_block: 4,
+        blocks: 2,
+        run_bytes: vec![32; 2],
+        layers: 0..LAYERS,
+        heads: 0..HEADS,
+        first_token: 0,
+    })
+    .unwrap();
+    let windows: Windows = vec![(GrantKey(1), rect, shape); 1500];
+    let window = WindowBytes::new(codec::encode_value("windows", &windows).unwrap()).unwrap();
+    let before = resident_bytes();
+    for generation in 0..GRANTS {
+        let grant = Grant {
+            transfer: TransferId::new(1),
+            generation: Generation::new(generation),
+            key: OpaqueKey::new(1),
+            ttl_ms: 10_000,
+            window: window.clone(),
+            missing: Missing::new(vec![rect]).unwrap(),
+        };
+        let message: bytes::Bytes = codec::encode(1, &Message::Grant(grant)).unwrap().into();
+        while liar.transport.send(&peer("prefill"), message.clone()).is_err() {
+            std::thread::yield_now();
+        }
+    }
+    // The lease answers the last of them only when it has taken all before.
+    let renew = Message::Renew(Renew { transfer: TransferId::new(1), ttl_ms: 10_000 });
+    liar.transport.send(&peer("prefill"), codec::encode(1, &renew).unwrap().into()).unwrap();
+    liar.wait(|event| {
+        let Event::Message { message, .. } = event else { return None };
+        matches!(codec::decode(message), Ok(Message::Working(_))).then_some(())
+    });
+    let grown = resident_bytes().saturating_sub(before);
+    assert!(grown < 100 << 20, "{} MiB for one transfer", grown >> 20);
+}
+
+/// An engine's only worker, in its first start.
+fn peer(engine: &str) -> PeerId {
+    PeerId {
+        engine: EngineId::new(engine).unwrap(),
+        incarnation: Incarnation::new(1),
+        pp_rank: PpRank::new(0),
+        tp_rank: TpRank::new(0),
+    }
+}
+
+fn resident_bytes() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    pages.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
