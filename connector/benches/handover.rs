@@ -119,12 +119,12 @@ fn hand_over(prefill: &mut Engine, decode: &mut Engine, source: &[BlockId], targ
     let (id, transfer) = (RequestId::new(&round.to_string()), TransferId::new(round as u128 + 1));
     let params =
         Some(TransferParams::Fetch { transfer, from: vec![prefill.worker.local_address()], ask: b"ask".to_vec() });
-    let fetch = Request { id: id.clone(), prompt_tokens: tokens, params };
+    let fetch = Request { id: id.clone(), prompt_tokens: tokens, params, hashes: Arc::default() };
     decode.scheduler.allocated(&fetch, target, 0, tokens).expect("it fits");
     step(decode, &ScheduledStep::default());
     let (peer, _) = prefill.worker.messages().recv().expect("the question");
     let params = Some(TransferParams::Keep { transfer, to: Some(peer), readers: 1 });
-    let keep = Request { id: id.clone(), prompt_tokens: tokens, params };
+    let keep = Request { id: id.clone(), prompt_tokens: tokens, params, hashes: Arc::default() };
     prefill.scheduler.allocated(&keep, source, 0, 0).expect("it fits");
     let computed = ScheduledRequest { id: id.clone(), tokens: 0..tokens, blocks: source.to_vec() };
     step(prefill, &ScheduledStep { requests: vec![computed] });

@@ -12,6 +12,7 @@ mod open;
 pub mod pd;
 pub mod pool;
 mod raw;
+pub mod tier;
 
 pub use error::ConnectorError;
 pub use open::open_transport;

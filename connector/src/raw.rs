@@ -59,24 +59,26 @@ impl RawKvCache {
     }
 }
 
-/// Registers all regions of a cache, in their order.
+/// Registers all regions of a cache, in their order, as number `first` on; returns the next number.
 ///
 /// The driver's thread holds a clone of the cache until the transport was shut down. What the transport reads or writes is
 /// guarded (a grant's pages until it was revoked, a post's until it ended), or the engine vouched for it.
-pub(crate) fn register(transport: &dyn Transport, cache: &KvCache) -> Result<(), ConnectorError> {
-    for (index, (address, bytes)) in cache.regions().into_iter().enumerate() {
+pub(crate) fn register(transport: &dyn Transport, cache: &KvCache, first: u32) -> Result<u32, ConnectorError> {
+    let regions = cache.regions();
+    let next = first + regions.len() as u32;
+    for (index, (address, bytes)) in (first..).zip(regions) {
         let memory = Memory { address, bytes, kind: MemoryKind::Host };
         // SAFETY: the region stays mapped until `shutdown` returned: the driver holds kvferry's own, and the engine promised it
         // for its own. Page guards, or the engine's promise, keep others off the pages while a grant or a post uses them.
         let registered = unsafe { transport.register(memory) };
         let what = || format!("region {index} of the KV cache, {bytes} bytes, was not registered");
         let id = registered.map_err(|source| ConnectorError::Transport { what: what(), source })?;
-        if id != RegionId::new(index as u32) {
+        if id != RegionId::new(index) {
             let problem = format!("the transport has regions already: ours got number {id}; give each worker its own");
             return Err(ConnectorError::Caches { problem });
         }
     }
-    Ok(())
+    Ok(next)
 }
 
 /// Where a cache's regions lie. The caller holds the pages that it copies or digests, and a clone of the cache.

@@ -6,6 +6,7 @@
 mod common;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 
 use common::{DIM, Engine, LAYERS, PATIENCE, Setup, wait_until_free};
@@ -152,7 +153,12 @@ struct Pair {
 }
 
 fn request(name: &str, transfer: u64, prompt_tokens: u32, params: TransferParams) -> Request {
-    Request { id: RequestId::new(&format!("{name}{transfer}")), prompt_tokens, params: Some(params) }
+    Request {
+        id: RequestId::new(&format!("{name}{transfer}")),
+        prompt_tokens,
+        params: Some(params),
+        hashes: Arc::default(),
+    }
 }
 
 fn id_of(transfer: u64) -> TransferId {

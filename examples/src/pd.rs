@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use crossbeam_channel::{Receiver, RecvTimeoutError};
+use crossbeam_channel::{Receiver, select};
 use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
+use kvferry::pool::{BlockHasher, HashScope, PoolError};
+use kvferry::tier::{FrameIndex, HostTier};
 use kvferry::{ConnectorError, open_transport};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::sources_of;
@@ -35,6 +37,8 @@ pub struct PdNode {
     pub addresses: Vec<PeerAddress>,
     /// What peers' engines ask of this one.
     pub messages: Receiver<(PeerId, Bytes)>,
+    /// Says that a peer waits for a step of this engine.
+    pub wakes: Receiver<()>,
     /// kvferry, for other threads than the engine's, by rank.
     pub connectors: Vec<PdHandle>,
     kv_heads: u16,
@@ -92,14 +96,24 @@ impl PdNode {
         }
         let addresses = workers.iter().map(PdWorker::local_address).collect();
         // Rank 0 asks and is asked, for all ranks.
-        let messages = workers[0].messages().clone();
+        let (messages, wakes) = (workers[0].messages().clone(), workers[0].wakes().clone());
         let connectors = workers.iter().map(PdWorker::handle).collect();
         let tokens_per_block = NonZeroU32::new(node.tokens_per_block).unwrap_or(NonZeroU32::MIN);
         let (reporters, layerwise) = (workers.len() as u16, first.layerwise());
-        let half = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters, layerwise });
+        let options = SchedulerOptions { tokens_per_block, reporters, layerwise };
+        let mut half = PdScheduler::new(options).with_returns(first.limits().write_back_blocks);
+        // Every rank holds as many: heads spread evenly.
+        let frames =
+            runner.ranks().first().map_or(0, |rank| HostTier::frames(rank.cache().layout(), first.limits().tier_bytes));
+        if frames > 0 {
+            let index = FrameIndex::new(frames).map_err(NodeError::from)?;
+            half = half.with_tier(Box::new(index), Arc::clone(&metrics[0]));
+        }
+        let hasher = block_hasher(model, &node).map_err(NodeError::from)?;
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
+        let scheduler = scheduler.with_prefix_cache(hasher);
         let engine = EngineService::start(scheduler, runner, workers).map_err(NodeError::Thread)?;
-        Ok(Self { engine, metrics, addresses, messages, connectors, kv_heads: manifest.kv_heads })
+        Ok(Self { engine, metrics, addresses, messages, wakes, connectors, kv_heads: manifest.kv_heads })
     }
 
     /// Reaches prefill nodes, and sends prompts to them in turn.
@@ -126,10 +140,16 @@ impl PdNode {
     pub fn serve_prefill(&self, stop: &AtomicBool) {
         let mut desk = PrefillDesk::of(self);
         while !stop.load(Ordering::Acquire) {
-            match self.messages.recv_timeout(DESK_WAIT) {
-                Ok((peer, message)) => desk.hear(&peer, &message),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+            select! {
+                recv(self.messages) -> message => match message {
+                    Ok((peer, message)) => desk.hear(&peer, &message),
+                    Err(_) => return,
+                },
+                recv(self.wakes) -> wake => match wake {
+                    Ok(()) => desk.engine.wake(),
+                    Err(_) => return,
+                },
+                default(DESK_WAIT) => {}
             }
             desk.put_away_finished();
         }
@@ -253,6 +273,17 @@ pub fn random_bits() -> Result<u128, PdError> {
     Ok(u128::from_le_bytes(bytes))
 }
 
+/// Names blocks: equal names mean equal bytes, on every node with the same model, dtype and block size.
+///
+/// # Errors
+/// [`PoolError`] if a block would have no tokens.
+fn block_hasher(model: &LoadedModel, node: &NodeConfig) -> Result<BlockHasher, PoolError> {
+    let fingerprint: String = model.fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
+    let name = format!("{fingerprint} {}", node.dtype);
+    let tokens_per_block = node.tokens_per_block as usize;
+    BlockHasher::new(&HashScope { model: &name, tokens_per_block, adapter: None, salt: b"" })
+}
+
 /// What two caches must have in common, in kvferry's words.
 #[must_use]
 pub fn manifest_of(model: &LoadedModel, dtype: KvDtype) -> Manifest {
@@ -277,7 +308,7 @@ pub fn manifest_of(model: &LoadedModel, dtype: KvDtype) -> Manifest {
             scaling: "none".into(),
         },
         scales: Scales { per: ScalePer::None, fingerprint: manifest::Fingerprint::default() },
-        hash_scheme: "none".into(),
+        hash_scheme: "kvferry block chain 1".into(),
         digest_scheme: "kvferry-1".into(),
         // Another quantisation of the same weights computes other keys.
         options: manifest::Options::default(),

@@ -38,6 +38,37 @@ async fn the_embedded_model_answers_alike_in_both_orders_and_across_layouts() {
     }
 }
 
+#[tokio::test]
+async fn a_conversation_computes_and_sends_only_what_the_caches_lack() {
+    let on = run("--turns 3 --max-tokens 24 --write-back on").await;
+    assert_identical(&on, "write-back on");
+    let off = run("--turns 3 --max-tokens 24 --write-back off").await;
+    assert_identical(&off, "write-back off");
+    let cell = on.turns[0].bytes_sent / on.turns[0].prompt_tokens;
+    for (on, off) in on.turns.iter().zip(&off.turns) {
+        let known = on.prefill_from_tier + on.prefill_local;
+        assert_eq!(on.prefill_computed, on.prompt_tokens - known, "{on:?}");
+        assert_eq!(
+            on.bytes_sent,
+            (on.prompt_tokens - on.decode_local) * cell,
+            "only what decode lacks travels: {on:?}"
+        );
+        assert_eq!((on.prompt_tokens, on.bytes_sent), (off.prompt_tokens, off.bytes_sent), "the same conversation");
+        assert_eq!((off.prefill_from_tier, off.bytes_written_back), (0, 0), "{off:?}");
+        if on.turn > 0 {
+            assert!(on.decode_local > 0 && on.prefill_from_tier > 0, "{on:?}");
+            assert!(on.prefill_computed < off.prefill_computed, "{on:?} {off:?}");
+        }
+        assert!(on.bytes_written_back > 0, "{on:?}");
+    }
+    let ranks = run("--turns 2 --max-tokens 20 --write-back on --prefill-tp 2 --decode-tp 2").await;
+    assert_identical(&ranks, "two ranks on either side");
+    assert!(ranks.turns[1].prefill_from_tier > 0 && ranks.turns[1].bytes_written_back > 0, "{ranks}");
+    let unequal = run("--turns 2 --max-tokens 20 --write-back on --prefill-tp 1 --decode-tp 2").await;
+    assert_identical(&unequal, "unequal ranks");
+    assert_eq!(unequal.turns[1].bytes_written_back, 0, "refused, not garbled");
+}
+
 /// The embedded model has two KV heads: four ranks hold each twice.
 #[tokio::test]
 async fn every_pair_of_tensor_parallel_sizes_answers_alike() {

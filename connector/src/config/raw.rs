@@ -82,6 +82,8 @@ keys! {
     chunk_bytes: u64, "4194304", "Bytes that one completion should cover, 4096 to 2^30.";
     packed_run_bytes: u64, "the transport's", "Runs shorter than this are packed into a slab first, in bytes; 0 never packs.";
     slab_pool_bytes: u64, "67108864", "Memory of all slabs, in bytes; at least two chunks.";
+    tier_bytes: u64, "0", "Host memory of each worker for blocks that prompts may share, in bytes; 0 keeps none.";
+    write_back_blocks: u64, "0", "Complete blocks of an answer that decode sends back to prefill's tier at once, 1 to 64; 0 sends none.";
 }
 
 impl RawConfig {

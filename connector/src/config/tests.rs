@@ -47,9 +47,10 @@ fn the_least_configuration_has_the_documented_defaults() {
     let Deadlines { transfer, progress, lease_ttl, verdict, absent, silence } = *config.deadlines();
     let spans = [transfer, progress, lease_ttl, verdict, absent, silence];
     assert_eq!(spans.map(|span| span.as_secs()), [30, 5, 30, 5, 5, 10]);
-    let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes } = *config.limits();
+    let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes, tier_bytes, write_back_blocks } =
+        *config.limits();
     assert_eq!((max_transfers.get(), packed_run_bytes), (1024, None));
-    assert_eq!((chunk_bytes, slab_pool_bytes), (4 << 20, 64 << 20));
+    assert_eq!((chunk_bytes, slab_pool_bytes, tier_bytes, write_back_blocks), (4 << 20, 64 << 20, 0, 0));
 }
 
 #[test]
@@ -80,6 +81,8 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("chunk_bytes", "8192"),
         ("packed_run_bytes", "0"),
         ("slab_pool_bytes", "16384"),
+        ("tier_bytes", "65536"),
+        ("write_back_blocks", "4"),
     ];
     assert_eq!(all.map(|(name, _)| name).as_slice(), KEYS.iter().map(|key| key.name).collect::<Vec<_>>());
     let toml: String = all.iter().map(|(name, value)| format!("{name} = {value}\n")).collect();

@@ -197,6 +197,10 @@ pub struct Limits {
     pub packed_run_bytes: Option<u64>,
     /// Memory of all slabs, in bytes; at least two chunks.
     pub slab_pool_bytes: u64,
+    /// Host memory of each worker for kept blocks, in bytes; 0 for none.
+    pub tier_bytes: u64,
+    /// Complete blocks of an answer that are written back at once; 0 for none.
+    pub write_back_blocks: u32,
 }
 
 impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
@@ -278,6 +282,8 @@ impl TryFrom<&RawConfig> for Limits {
             chunk_bytes,
             packed_run_bytes: packed_run_bytes.transpose()?,
             slab_pool_bytes,
+            tier_bytes: number("tier_bytes", raw.tier_bytes, 0, 0..=1 << 44)?,
+            write_back_blocks: number("write_back_blocks", raw.write_back_blocks, 0, 0..=64)?,
         })
     }
 }

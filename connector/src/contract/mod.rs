@@ -19,6 +19,7 @@
 
 mod request;
 mod step;
+mod tier;
 
 use std::time::Duration;
 
@@ -27,10 +28,13 @@ pub use step::{
     Applied, BadStep, Cancel, Load, LoadFailure, Readers, Save, ScheduledRequest, ScheduledStep, Side, StepMeta,
     StepResults,
 };
+pub(crate) use tier::Spoken;
+pub use tier::{Kept, Offered, Refuse, Restore, Restored, Return, Store, StoreStage, Take, TierMeta, TierResults};
 
 use kvferry_protocol::{BlockId, LayerId};
 
 use crate::error::ConnectorError;
+use crate::pool::BlockHash;
 
 /// The half that lives in the engine's scheduler. Nothing in it blocks or talks to a peer.
 pub trait Scheduler: Send {
@@ -50,6 +54,13 @@ pub trait Scheduler: Send {
         local_tokens: u32,
         external_tokens: u32,
     ) -> Result<(), ConnectorError>;
+
+    /// More of an admitted request's blocks have a hash, because its text grew: those of the complete blocks after the ones that
+    /// are known already. An engine that does not call it has only its prompts kept. Engine counterpart: the request's
+    /// `block_hashes`.
+    fn hashed(&mut self, request: &RequestId, more: &[BlockHash]) {
+        let _ = (request, more);
+    }
 
     /// What the workers must do in this step. Called for every step, also an empty one. Engine counterpart:
     /// `build_connector_meta`.

@@ -8,6 +8,8 @@ use kvferry_protocol::{BlockId, PeerId, TransferId};
 use kvferry_transport::PeerAddress;
 use serde::{Deserialize, Serialize};
 
+use crate::pool::BlockHash;
+
 /// The engine's own id of a piece of work; never leaves the engine as an identity.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -42,6 +44,9 @@ pub struct Request {
     pub prompt_tokens: u32,
     /// What the router said about its transfer; `None` for a request that stays local.
     pub params: Option<TransferParams>,
+    /// Identities of the prompt's complete blocks, from token 0 ([`BlockHasher::chain`](crate::pool::BlockHasher::chain)); empty
+    /// for a request that no tier shall keep or bring.
+    pub hashes: Arc<[BlockHash]>,
 }
 
 /// A request's part in a transfer, as the router or the peer engine made it.
@@ -98,8 +103,8 @@ pub enum Hold {
     Free,
     /// The connector, until [`Applied::released`](super::Applied) names the request.
     Until {
-        /// What the router passes to the other side.
-        transfer: TransferId,
+        /// What the router passes to the other side; `None` if only a tier still reads the blocks.
+        transfer: Option<TransferId>,
         /// The blocks that are held.
         blocks: Vec<BlockId>,
     },

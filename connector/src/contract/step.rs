@@ -7,6 +7,7 @@ use kvferry_transport::PeerAddress;
 use serde::{Deserialize, Serialize};
 
 use super::request::RequestId;
+use super::tier::{TierMeta, TierResults};
 
 /// What the engine runs in one step.
 #[derive(Clone, Debug, Default)]
@@ -41,6 +42,8 @@ pub struct StepMeta {
     pub cancels: Vec<Cancel>,
     /// Loads whose end the scheduler has taken: no later step reads while they land.
     pub settled: Vec<RequestId>,
+    /// Blocks to keep and to bring.
+    pub tier: TierMeta,
 }
 
 /// A transfer to end.
@@ -110,6 +113,8 @@ pub struct Save {
     pub computed: u32,
     /// Tokens in the prompt; the save is the last one when `computed` reaches it.
     pub prompt_tokens: u32,
+    /// Leading positions that were in the cache before this step: computed earlier, shared, or brought by a tier.
+    pub ready: u32,
     /// Whether this is the request's first save, which begins the transfer. A later one whose transfer is over is void: the
     /// scheduler has not heard of the end yet.
     pub first: bool,
@@ -130,6 +135,8 @@ pub struct StepResults {
     pub failed: Vec<LoadFailure>,
     /// Sends that ended, whatever their verdict: nothing reads their blocks any more.
     pub sent: Vec<RequestId>,
+    /// Blocks that were kept and brought.
+    pub tier: TierResults,
 }
 
 /// A load that ended without all its tokens: a miss, not a disaster.
@@ -152,6 +159,8 @@ pub struct Applied {
     pub loaded: Vec<RequestId>,
     /// Requests to recompute or fail; surfaces also after `loaded` where layers were used while they landed.
     pub failed: Vec<LoadFailure>,
+    /// Requests to compute from their good prefix on, whatever the policy for failed loads: the tier had less than it promised.
+    pub missed: Vec<LoadFailure>,
     /// Requests whose held blocks are the engine's again.
     pub released: Vec<RequestId>,
     /// Requests that the engine still computes although nobody will take their KV any more: it may abort them.
@@ -176,13 +185,18 @@ impl StepMeta {
     /// Whether there is nothing to do; what is settled can wait for a later step.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.loads.is_empty() && self.saves.is_empty() && self.reading.is_empty() && self.cancels.is_empty()
+        self.loads.is_empty()
+            && self.saves.is_empty()
+            && self.reading.is_empty()
+            && self.cancels.is_empty()
+            && self.tier == TierMeta::default()
     }
 }
 
 impl Default for StepMeta {
     fn default() -> Self {
-        Self { version: Self::VERSION, loads: vec![], saves: vec![], reading: vec![], cancels: vec![], settled: vec![] }
+        let (loads, saves, reading, cancels, settled, tier) = Default::default();
+        Self { version: Self::VERSION, loads, saves, reading, cancels, settled, tier }
     }
 }
 
@@ -190,6 +204,7 @@ impl StepResults {
     /// Nothing happened.
     #[must_use]
     pub fn empty(tp_rank: TpRank) -> Self {
-        Self { version: StepMeta::VERSION, tp_rank, started: vec![], loaded: vec![], failed: vec![], sent: vec![] }
+        let (started, loaded, failed, sent, tier) = Default::default();
+        Self { version: StepMeta::VERSION, tp_rank, started, loaded, failed, sent, tier }
     }
 }

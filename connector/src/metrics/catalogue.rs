@@ -1,7 +1,7 @@
 //! The one table of metrics: name, instrument, meaning. Names end in their unit; counters in `_total`.
 
 use super::instrument::{ByLabel, Counter, Family, Gauge, Histogram, HistogramValues, Instrument, Sink};
-use super::label::{DropReason, FailureReason, RefusalReason, Side};
+use super::label::{DropReason, FailureReason, RefusalReason, ReturnRefusal, Side, TierDrop};
 use super::prometheus::{Definition, Page};
 use crate::pool::PoolCounts;
 
@@ -73,6 +73,8 @@ metrics! {
         "Tokens whose K/V came from a peer.";
     recomputed_tokens_total: Counter => u64,
         "Tokens that a failed load left to be computed here.";
+    computed_prompt_tokens_total: Counter => u64,
+        "Tokens of prompts that the engine computed itself.";
     failed_requests_total: Counter => u64,
         "Requests that failed because their load did, under the policy fail.";
     digest_mismatches_total: Counter => u64,
@@ -117,6 +119,38 @@ metrics! {
         "Memory of all slabs, in bytes.";
     slab_waits_total: Counter => u64,
         "Chunks that waited for a free slab.";
+    tier_blocks: Gauge => u64,
+        "Blocks that the tier has room for.";
+    tier_blocks_filled: Gauge => u64,
+        "Blocks that the tier holds and a prompt can find.";
+    tier_limit_bytes: Gauge => u64,
+        "Memory of the tier on this worker, in bytes.";
+    tier_queried_blocks_total: Counter => u64,
+        "Blocks of admitted requests beyond their local prefix that the tier was asked for.";
+    tier_hit_blocks_total: Counter => u64,
+        "Those of them that the tier was told to bring.";
+    tier_restored_tokens_total: Counter => u64,
+        "Tokens whose K/V came from the tier, verified.";
+    tier_stored_blocks_total: Counter => u64,
+        "Blocks that the tier took.";
+    tier_stored_bytes_total: Counter => u64,
+        "Bytes that were copied to the tier.";
+    tier_dropped_blocks_total: Family<TierDrop, Counter> => ByLabel<TierDrop, u64>,
+        "Blocks that the tier was given and did not keep, by reason.";
+    tier_evictions_total: Counter => u64,
+        "Blocks that the tier gave up for others.";
+    tier_digest_mismatches_total: Counter => u64,
+        "Blocks that came back with another digest than they were stored with; none of them was used.";
+    tier_late_total: Counter => u64,
+        "Calls that the tier did not answer in time; nothing waited for them.";
+    returned_blocks_total: Counter => u64,
+        "Blocks of answers that were offered to the tier of the engine that computed their prompt.";
+    taken_blocks_total: Counter => u64,
+        "Blocks of peers that landed in the tier and were verified.";
+    returns_refused_total: Family<ReturnRefusal, Counter> => ByLabel<ReturnRefusal, u64>,
+        "Offers of peers that the tier did not take, by reason.";
+    tier_queue_blocks: Gauge => u64,
+        "Blocks that wait to be copied to the tier.";
 }
 
 impl Metrics {

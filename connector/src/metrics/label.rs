@@ -103,6 +103,34 @@ label! {
 }
 
 label! {
+    /// Why a tier did not keep a block that it was given.
+    TierDrop as "reason" {
+        /// A queue or the tier's own memory was full.
+        Full = "full",
+        /// The request's blocks were wanted back first.
+        Ended = "ended",
+        /// The tier failed, or a page could not be read.
+        Failed = "failed",
+    }
+}
+
+label! {
+    /// Why a tier did not take blocks that a peer offered.
+    ReturnRefusal as "reason" {
+        /// It has them, or they are on their way.
+        Present = "present",
+        /// Nothing can be given up for them.
+        Full = "full",
+        /// The peer's blocks have another size.
+        BlockSize = "block_size",
+        /// The peer holds another part of the model.
+        Part = "part",
+        /// There is no tier.
+        NoTier = "no_tier",
+    }
+}
+
+label! {
     /// Why a peer was refused.
     RefusalReason as "reason" {
         /// It does not know the pre-shared key.

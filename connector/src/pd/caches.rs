@@ -7,7 +7,7 @@ use kvferry_kernels::copy::{self, RegionTable};
 use kvferry_kernels::{HostKvCache, PageGuards};
 use kvferry_protocol::BlockId;
 use kvferry_protocol::digest::Digest;
-use kvferry_protocol::layout::{CacheView, CopyPlan, KvLayout, Selection, Shard};
+use kvferry_protocol::layout::{self, CacheView, CopyPlan, KvLayout, Selection, Shard};
 
 use crate::raw::RawKvCache;
 
@@ -136,6 +136,31 @@ impl Caches {
     pub(crate) fn digest(&self, blocks: &[BlockId], first_token: u32, selection: &Selection) -> Result<Digest, String> {
         let view = CacheView { layout: self.layout(), shard: self.shard, blocks, first_token };
         copy::digest(&view, selection, &self.table()).map_err(|error| error.to_string())
+    }
+
+    /// A pass over the selected bytes of one block, for [`Caches::digest_of`].
+    pub(crate) fn plan_in_place(&self, block: BlockId, first: u32, selection: &Selection) -> Result<CopyPlan, String> {
+        let view = CacheView { layout: self.layout(), shard: self.shard, blocks: &[block], first_token: first };
+        layout::plan_in_place(&view, selection).map_err(|error| error.to_string())
+    }
+
+    /// Digests a plan's source bytes where they lie.
+    ///
+    /// The caller holds the pages: by guards, or by the engine's word.
+    pub(crate) fn digest_of(&self, plan: &CopyPlan) -> Result<Digest, String> {
+        copy::digest_side(plan, layout::Side::Source, &self.table()).map_err(|error| error.to_string())
+    }
+
+    /// How many regions it has.
+    pub(crate) fn regions(&self) -> u32 {
+        self.cache.regions().len() as u32
+    }
+
+    /// Follows a plan from this cache to another and digests what arrived.
+    ///
+    /// The caller holds the pages of both: by guards, or by the engine's word.
+    pub(crate) fn copy_to(&self, other: &Self, plan: &CopyPlan) -> Result<Digest, String> {
+        copy::gather_with_digest(plan, &self.table(), &other.table()).map_err(|error| error.to_string())
     }
 
     fn table(&self) -> RegionTable {

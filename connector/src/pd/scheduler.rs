@@ -5,14 +5,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
 
 use crate::contract::{
     Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Readers, Request, RequestId, Save, ScheduledStep,
-    Scheduler, Side, StepMeta, StepResults, TransferParams,
+    Scheduler, Side, StepMeta, StepResults, TierResults, TransferParams,
 };
 use crate::error::ConnectorError;
+use crate::metrics::Metrics;
+use crate::pool::BlockHash;
+use crate::tier::TierIndex;
+
+mod returning;
+mod tier;
+
+use returning::Returning;
+use tier::{RestoreEnd, TierHalf};
 
 /// What the scheduler half must know beside the requests.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +43,10 @@ pub struct PdScheduler {
     keeps: BTreeMap<RequestId, KeepState>,
     /// Requests whose one load is behind them, until the engine finishes them.
     fetched: BTreeSet<RequestId>,
+    /// Requests that the engine has finished and whose blocks it left here.
+    held: BTreeSet<RequestId>,
+    tier: Option<TierHalf>,
+    returning: Option<Returning>,
     next: StepMeta,
     unknown_results: u64,
 }
@@ -68,9 +82,30 @@ impl PdScheduler {
             loads: BTreeMap::new(),
             keeps: BTreeMap::new(),
             fetched: BTreeSet::new(),
+            held: BTreeSet::new(),
+            tier: None,
+            returning: None,
             next: StepMeta::default(),
             unknown_results: 0,
         }
+    }
+
+    /// Puts a tier beside it: blocks of requests with hashes are kept there, and brought from there. The workers must have one of
+    /// as many frames; the index is a [`FrameIndex`](crate::tier::FrameIndex) or another's.
+    #[must_use]
+    pub fn with_tier(mut self, index: Box<dyn TierIndex>, metrics: Arc<Metrics>) -> Self {
+        let SchedulerOptions { tokens_per_block, reporters, .. } = self.options;
+        self.tier = Some(TierHalf::new(index, metrics, reporters, tokens_per_block.get()));
+        self
+    }
+
+    /// Sends complete blocks of answers back to the tier of the engine that computed their prompts: `every` so many, and the rest
+    /// at the end. For a decode engine that calls [`Scheduler::hashed`] and names blocks as that engine does.
+    #[must_use]
+    pub fn with_returns(mut self, every: u32) -> Self {
+        let SchedulerOptions { tokens_per_block, reporters, .. } = self.options;
+        self.returning = (every > 0).then(|| Returning::new(every, reporters, tokens_per_block.get()));
+        self
     }
 
     /// Results about requests that owed nothing: late or duplicate, counted and dropped.
@@ -109,6 +144,9 @@ impl PdScheduler {
         if blocks.len() < needed {
             return Err(refuse(format!("{} blocks cannot hold {end} tokens; {needed} are needed", blocks.len())));
         }
+        if let Some(returning) = &mut self.returning {
+            returning.follow(&request.id, (*transfer, from), &request.hashes, request.prompt_tokens);
+        }
         self.fetched.insert(request.id.clone());
         self.loads.insert(
             request.id.clone(),
@@ -131,6 +169,79 @@ impl PdScheduler {
             layerwise: self.options.layerwise,
         });
         Ok(())
+    }
+
+    /// Has the tier bring what it promised for a request that no peer's KV is fetched for.
+    fn start_restore(
+        &mut self,
+        request: &Request,
+        blocks: &[BlockId],
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Result<(), ConnectorError> {
+        let Some(tier) = &mut self.tier else { return Ok(()) };
+        if !self.fetched.insert(request.id.clone()) {
+            return Ok(()); // The second call: the request is admitted.
+        }
+        let per_block = self.options.tokens_per_block.get();
+        let (first, end) = (local_tokens / per_block, (local_tokens + external_tokens) / per_block);
+        let refuse = |problem: String| ConnectorError::Request { request: request.id.clone(), problem };
+        if !local_tokens.is_multiple_of(per_block) || !external_tokens.is_multiple_of(per_block) {
+            let problem =
+                format!("{local_tokens} local and {external_tokens} kept tokens are not whole blocks of {per_block}");
+            return Err(refuse(problem));
+        }
+        let Some(blocks) = blocks.get(first as usize..end as usize) else {
+            return Err(refuse(format!(
+                "{} blocks cannot hold {} tokens",
+                blocks.len(),
+                local_tokens + external_tokens
+            )));
+        };
+        tier.follow(&request.id, &request.hashes);
+        tier.queried(request.hashes.len().saturating_sub(first as usize));
+        if !blocks.is_empty() {
+            tier.restore(&request.id, &request.hashes, blocks, local_tokens);
+        }
+        Ok(())
+    }
+
+    fn apply_tier(&mut self, rank: TpRank, results: TierResults, applied: &mut Applied) {
+        for kept in results.kept {
+            let request = self.tier.as_mut().and_then(|tier| tier.kept(rank, kept));
+            match request {
+                Some(Some(request)) => self.release_if_free(request, applied),
+                Some(None) => {}
+                None => self.unknown_results += 1,
+            }
+        }
+        if let Some(tier) = &mut self.tier {
+            results.offered.into_iter().for_each(|offered| tier.offered(offered));
+        }
+        for transfer in results.returned {
+            match self.returning.as_mut().map_or(Err(()), |returning| returning.returned(rank, transfer)) {
+                Ok(Some(request)) => self.release_if_free(request, applied),
+                Ok(None) => {}
+                Err(()) => self.unknown_results += 1,
+            }
+        }
+        for restored in results.restored {
+            match self.tier.as_mut().map_or(Err(()), |tier| tier.restored(rank, restored)) {
+                Ok(Some(RestoreEnd::Complete(id))) => applied.loaded.push(id),
+                Ok(Some(RestoreEnd::Short(failure))) => applied.missed.push(failure),
+                Ok(Some(RestoreEnd::Aborted(id))) => self.release_if_free(id, applied),
+                Ok(None) => {}
+                Err(()) => self.unknown_results += 1,
+            }
+        }
+    }
+
+    /// Whether a request's blocks are still read or written.
+    fn uses(&self, id: &RequestId) -> bool {
+        self.keeps.contains_key(id)
+            || self.loads.contains_key(id)
+            || self.tier.as_ref().is_some_and(|tier| tier.uses(id))
+            || self.returning.as_ref().is_some_and(|returning| returning.uses(id))
     }
 
     fn apply_started(&mut self, rank: TpRank, id: RequestId, applied: &mut Applied) {
@@ -202,7 +313,7 @@ impl PdScheduler {
     }
 
     fn release_if_free(&mut self, id: RequestId, applied: &mut Applied) {
-        if !self.keeps.contains_key(&id) && !self.loads.contains_key(&id) {
+        if !self.uses(&id) && self.held.remove(&id) {
             applied.released.push(id);
         }
     }
@@ -210,10 +321,16 @@ impl PdScheduler {
 
 impl Scheduler for PdScheduler {
     fn matched_tokens(&self, request: &Request, local_tokens: u32) -> Match {
-        if self.fetched.contains(&request.id) || !matches!(request.params, Some(TransferParams::Fetch { .. })) {
+        if self.fetched.contains(&request.id) {
             return Match::None;
         }
-        NonZeroU32::new(request.prompt_tokens.saturating_sub(local_tokens)).map_or(Match::None, Match::Async)
+        let tokens = match (&request.params, &self.tier) {
+            // A peer has all of it.
+            (Some(TransferParams::Fetch { .. }), _) => request.prompt_tokens.saturating_sub(local_tokens),
+            (_, Some(tier)) => tier.matched(&request.hashes, request.prompt_tokens, local_tokens),
+            (_, None) => 0,
+        };
+        NonZeroU32::new(tokens).map_or(Match::None, Match::Async)
     }
 
     fn allocated(
@@ -224,9 +341,10 @@ impl Scheduler for PdScheduler {
         external_tokens: u32,
     ) -> Result<(), ConnectorError> {
         match &request.params {
-            None => Ok(()),
+            None => self.start_restore(request, blocks, local_tokens, external_tokens),
             Some(TransferParams::Fetch { .. }) => self.start_load(request, blocks, local_tokens, external_tokens),
             Some(TransferParams::Keep { transfer, to, readers }) => {
+                self.start_restore(request, blocks, local_tokens, external_tokens)?;
                 self.keeps.entry(request.id.clone()).or_insert_with(|| KeepState {
                     transfer: *transfer,
                     to: to.clone(),
@@ -241,8 +359,26 @@ impl Scheduler for PdScheduler {
         }
     }
 
+    fn hashed(&mut self, request: &RequestId, more: &[BlockHash]) {
+        if let Some(tier) = &mut self.tier {
+            tier.hashed(request, more);
+        }
+        if let Some(returning) = &mut self.returning {
+            returning.hashed(request, more);
+        }
+    }
+
     fn build_step(&mut self, step: &ScheduledStep) -> StepMeta {
         let mut meta = std::mem::take(&mut self.next);
+        if let Some(tier) = &mut self.tier {
+            step.requests.iter().for_each(|request| tier.scheduled(request));
+            tier.set_gauges();
+            meta.tier = tier.take();
+        }
+        if let Some(returning) = &mut self.returning {
+            step.requests.iter().for_each(|request| returning.scheduled(request));
+            meta.tier.returns = returning.take();
+        }
         for request in &step.requests {
             if self.loads.contains_key(&request.id) {
                 meta.reading.push(request.id.clone());
@@ -262,6 +398,7 @@ impl Scheduler for PdScheduler {
                 blocks: request.blocks.clone(),
                 computed,
                 prompt_tokens: keep.prompt_tokens,
+                ready: request.tokens.start.min(computed),
                 first,
             });
         }
@@ -270,10 +407,10 @@ impl Scheduler for PdScheduler {
 
     fn finished(&mut self, request: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
         self.fetched.remove(request);
-        let mut held = None;
+        let mut transfer = None;
         if let Some(load) = self.loads.get_mut(request) {
             load.aborted = true;
-            held = Some(load.transfer);
+            transfer = Some(load.transfer);
             let (request, transfer) = (request.clone(), load.transfer);
             self.next.cancels.push(Cancel { request, transfer, side: Side::Load, waiting: None });
         }
@@ -287,9 +424,19 @@ impl Scheduler for PdScheduler {
                 self.next.cancels.push(Cancel { request, transfer, side: Side::Keep, waiting });
             }
             keep.held = true;
-            held = Some(keep.transfer);
+            transfer = Some(keep.transfer);
         }
-        held.map_or(Hold::Free, |transfer| Hold::Until { transfer, blocks: blocks.to_vec() })
+        if let Some(tier) = &mut self.tier {
+            tier.finished(request);
+        }
+        if let Some(returning) = &mut self.returning {
+            returning.finished(request, how);
+        }
+        if !self.uses(request) {
+            return Hold::Free;
+        }
+        self.held.insert(request.clone());
+        Hold::Until { transfer, blocks: blocks.to_vec() }
     }
 
     fn apply(&mut self, results: Vec<StepResults>) -> Applied {
@@ -308,12 +455,18 @@ impl Scheduler for PdScheduler {
             for id in result.sent {
                 self.apply_sent(rank, id, &mut applied);
             }
+            self.apply_tier(rank, result.tier, &mut applied);
+        }
+        if let Some(tier) = &mut self.tier {
+            tier.set_gauges();
         }
         applied
     }
 
     fn has_pending(&self) -> bool {
-        !self.loads.is_empty() || !self.keeps.is_empty() || !self.next.is_empty()
+        let tier = self.tier.as_ref().is_some_and(TierHalf::has_pending)
+            || self.returning.as_ref().is_some_and(Returning::has_pending);
+        !self.loads.is_empty() || !self.keeps.is_empty() || !self.next.is_empty() || tier
     }
 }
 

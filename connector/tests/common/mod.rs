@@ -15,6 +15,7 @@ use kvferry::contract::{
 };
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
+use kvferry::tier::{FrameIndex, Tier};
 use kvferry_kernels::copy::{self, RegionTable};
 use kvferry_kernels::{HostKvCache, KvDtype, Placement, Slot, store_kv};
 use kvferry_protocol::layout::{CacheView, KvLayout, KvShape, LayoutOrder, Selection, Shard, plan};
@@ -103,6 +104,15 @@ pub(crate) type MakeTransport<'a> = &'a dyn Fn(&ConnectorConfig, bytes::Bytes) -
 
 impl Engine {
     pub(crate) fn new(setup: &Setup, make: MakeTransport<'_>) -> Self {
+        Self::with_tier(setup, make, |_| None)
+    }
+
+    /// An engine with the tier that `tier` makes for its cache.
+    pub(crate) fn with_tier(
+        setup: &Setup,
+        make: MakeTransport<'_>,
+        tier: impl FnOnce(&KvLayout) -> Option<Arc<dyn Tier>>,
+    ) -> Self {
         let text = format!(
             "engine_id = \"{}\"\nrole = \"{}\"\norder = \"{}\"\ntransport = \"{}\"\n{}",
             setup.name,
@@ -133,11 +143,18 @@ impl Engine {
             cache.clone().into()
         };
         let metrics = Arc::new(Metrics::new());
-        let layerwise = config.layerwise();
+        let (layerwise, every) = (config.layerwise(), config.limits().write_back_blocks);
         let parts = PdWorkerParts { config, manifest, shard, cache: given, metrics: Arc::clone(&metrics) };
-        let worker = PdWorker::start(parts, transport).unwrap();
+        let tier = tier(cache.layout());
+        let frames = tier.as_ref().map(|tier| tier.memory().layout().shape().blocks);
+        let worker = PdWorker::start_with_tier(parts, transport, tier).unwrap();
         let tokens_per_block = NonZeroU32::new(setup.tokens_per_block).unwrap();
-        let scheduler = PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise });
+        let mut scheduler =
+            PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise }).with_returns(every);
+        if let Some(frames) = frames {
+            let index = Box::new(FrameIndex::new(frames).unwrap());
+            scheduler = scheduler.with_tier(index, Arc::clone(&metrics));
+        }
         Self { scheduler, worker, cache, metrics }
     }
 
@@ -268,12 +285,12 @@ pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: PeerAddr
         from: vec![from],
         ask: b"please".to_vec(),
     };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 pub(crate) fn keep(id: &str, transfer: u128, prompt_tokens: u32, to: Option<kvferry_protocol::PeerId>) -> Request {
     let params = TransferParams::Keep { transfer: kvferry_protocol::TransferId::new(transfer), to, readers: 1 };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 /// Asks for all that is not here, and starts the load.

@@ -306,12 +306,12 @@ fn element(layer: u16, plane: u32, head: u16, token: u32, d: u32) -> f32 {
 
 pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: Vec<PeerAddress>) -> Request {
     let params = TransferParams::Fetch { transfer: TransferId::new(transfer), from, ask: b"please".to_vec() };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 pub(crate) fn keep(id: &str, transfer: u128, prompt_tokens: u32, to: Option<PeerId>, readers: u16) -> Request {
     let params = TransferParams::Keep { transfer: TransferId::new(transfer), to, readers };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 /// Steps both engines until neither holds anything for a transfer.

@@ -6,6 +6,6 @@ mod progress;
 mod prompts;
 
 pub use lifetime::{start_log, until_end};
-pub use options::{EngineOptions, LinkOptions, Order, PairOptions, TransportKind};
+pub use options::{EngineOptions, LinkOptions, Order, PairOptions, Switch, TransportKind};
 pub use progress::Bar;
 pub use prompts::{PromptsError, parse_prompts, read_prompts};

@@ -28,6 +28,15 @@ pub enum TransportKind {
     Tcp,
 }
 
+/// Whether something is done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Switch {
+    /// It is.
+    On,
+    /// It is not.
+    Off,
+}
+
 /// What every engine needs: a model and a cache.
 #[derive(Args, Clone, Debug)]
 pub struct EngineOptions {
@@ -164,6 +173,12 @@ pub struct PairOptions {
     /// The most prompt tokens that are computed in one step
     #[arg(long, value_name = "TOKENS", default_value = "128")]
     pub chunk: NonZeroU32,
+    /// Whether prefill keeps blocks in host memory, and decode sends it those of its answers
+    #[arg(long, value_enum, default_value = "off")]
+    pub write_back: Switch,
+    /// Turns of a conversation for each prompt: its answer and a short follow-up are the next prompt's end
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    pub turns: NonZeroU32,
     /// Tensor-parallel ranks of each prefill node
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub prefill_tp: u16,
@@ -207,7 +222,7 @@ mod tests {
         let options = PairOptions::try_parse_from(
             "pair --model embedded --prompts p.txt --max-tokens 8 --concurrency 8 --order prefill-first --kv-dtype bf16 \
              --prefill-layout LPBNHC --decode-layout BHLPNC --prefill-block 16 --decode-block 7 --transport tcp \
-             --link-gbps 2.5 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json"
+             --link-gbps 2.5 --write-back on --turns 3 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json"
                 .split_whitespace(),
         )
         .unwrap();
@@ -217,6 +232,7 @@ mod tests {
         );
         assert_eq!((options.decode_layout.to_string(), options.decode_block), ("BHLPNC".into(), 7));
         assert_eq!(options.link.link_gbps, Some(2.5));
+        assert_eq!((options.write_back, options.turns.get()), (Switch::On, 3));
         assert_eq!((options.prefill_tp, options.decode_tp), (4, 2));
         assert_eq!((options.prefill_nodes, options.decode_nodes), (2, 3));
     }
@@ -231,6 +247,8 @@ mod tests {
             ("--decode-block many", "1 to 1024"),
             ("--max-tokens 0", "max-tokens"),
             ("--concurrency -1", "-1"),
+            ("--write-back perhaps", "on"),
+            ("--turns 0", "turns"),
             ("--transport pigeon", "tcp"),
             ("--link-gbps -2", "-2"),
             ("--link-gbps NaN", "0.001 to 1000"),

@@ -1,7 +1,8 @@
 //! The scheduler half: which tokens are computed in the next step, and in which blocks.
 //!
 //! A request is *waiting* (no blocks), *loading* (blocks, but the connector still brings its KV or owes a verdict), *running*, or
-//! *held* (over, but the connector still uses its blocks). Blocks for prompt and answer are taken at admission, so a running
+//! *held* (over, but the connector still uses its blocks). Complete blocks that were computed or verified are shared with later
+//! requests of the same prefix, if the scheduler has a hasher. Blocks for prompt and answer are taken at admission, so a running
 //! request never lacks one and nothing is preempted.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -10,7 +11,7 @@ use kvferry::config::LoadFailurePolicy;
 use kvferry::contract::{
     self, Applied, EngineFinish, Hold, LoadFailure, Match, RequestId, ScheduledRequest, ScheduledStep, TransferParams,
 };
-use kvferry::pool::{BlockPool, BlockTable, PoolCounts, PoolError};
+use kvferry::pool::{BlockHash, BlockHasher, BlockPool, BlockTable, PoolCounts, PoolError};
 use kvferry_protocol::BlockId;
 
 use super::step::{Sampled, Sampling, SequenceStep, StepOutput, StepPlan};
@@ -135,6 +136,8 @@ pub struct Scheduler<C> {
     config: SchedulerConfig,
     connector: C,
     pool: BlockPool,
+    /// Names blocks, so that requests can share them; without one none is shared.
+    hasher: Option<BlockHasher>,
     waiting: VecDeque<Request>,
     loading: Vec<Request>,
     running: Vec<Request>,
@@ -143,6 +146,7 @@ pub struct Scheduler<C> {
     step: u64,
     recomputed: u64,
     failed_loads: u64,
+    computed_prompt: u64,
 }
 
 struct Request {
@@ -150,10 +154,16 @@ struct Request {
     submission: Submission,
     /// Prompt and generated tokens.
     tokens: Vec<u32>,
+    /// Names of its complete blocks, as far as its tokens are known.
+    hashes: Vec<BlockHash>,
     /// Tokens whose KV is in the cache, or will be when the load is over.
     computed: usize,
-    /// So many of them are the connector's, until they were lost.
+    /// So many of them were in the cache when it was admitted.
+    local: usize,
+    /// So many of the next ones are the connector's, until they were lost.
     brought: usize,
+    /// So many of its blocks can be shared.
+    registered: usize,
     /// None while the request waits.
     blocks: Option<BlockTable>,
 }
@@ -170,6 +180,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             config,
             connector,
             pool,
+            hasher: None,
             waiting,
             loading,
             running,
@@ -178,7 +189,15 @@ impl<C: contract::Scheduler> Scheduler<C> {
             step: 0,
             recomputed: 0,
             failed_loads: 0,
+            computed_prompt: 0,
         })
+    }
+
+    /// Lets requests share blocks of the same prefix: those that `hasher` gives the same name.
+    #[must_use]
+    pub fn with_prefix_cache(mut self, hasher: BlockHasher) -> Self {
+        self.hasher = Some(hasher);
+        self
     }
 
     /// Queues a request.
@@ -207,9 +226,27 @@ impl<C: contract::Scheduler> Scheduler<C> {
         let id = RequestId::new(&self.next_request.to_string());
         self.next_request += 1;
         let params = submission.transfer.clone();
-        let seen = contract::Request { id: id.clone(), prompt_tokens: prompt as u32, params };
+        let hashes = self.hasher.as_ref().map(|hasher| hasher.chain(&submission.prompt)).unwrap_or_default();
+        let seen = contract::Request {
+            id: id.clone(),
+            prompt_tokens: prompt as u32,
+            params,
+            hashes: hashes.as_slice().into(),
+        };
         let tokens = submission.prompt.clone();
-        self.waiting.push_back(Request { seen, submission, tokens, computed: 0, brought: 0, blocks: None });
+        let (computed, local, brought, registered) = (0, 0, 0, 0);
+        let blocks = None;
+        self.waiting.push_back(Request {
+            seen,
+            submission,
+            tokens,
+            hashes,
+            computed,
+            local,
+            brought,
+            registered,
+            blocks,
+        });
         Ok(id)
     }
 
@@ -242,6 +279,8 @@ impl<C: contract::Scheduler> Scheduler<C> {
         for sequence in &plan.sequences {
             if let Some(request) = self.running.iter_mut().find(|request| request.seen.id == sequence.request) {
                 request.computed = sequence.start as usize + sequence.tokens.len();
+                let prompt = request.submission.prompt.len().min(request.computed);
+                self.computed_prompt += prompt.saturating_sub(sequence.start as usize) as u64;
             }
         }
         // Without a verdict a void request waits for one.
@@ -251,7 +290,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             }
         }
         let mut void = output.void;
-        let Applied { loaded, failed, released, unwanted } = self.connector.apply(output.connector);
+        let Applied { loaded, failed, missed, released, unwanted } = self.connector.apply(output.connector);
         for id in loaded {
             events.extend(self.loaded(&id));
         }
@@ -259,12 +298,21 @@ impl<C: contract::Scheduler> Scheduler<C> {
             void.push(failure.request.clone());
             events.extend(self.lost(failure));
         }
+        for failure in missed {
+            self.compute_from(failure);
+        }
         for id in unwanted {
             events.extend(self.finish(&id, FinishReason::Failed("nobody takes its KV any more".into())));
         }
         for id in &released {
             // Dropping a table gives its blocks back.
             self.held.remove(id);
+        }
+        for sequence in &plan.sequences {
+            // Its step read every layer of it, so all that was brought is verified.
+            if !void.contains(&sequence.request) {
+                self.register(&sequence.request);
+            }
         }
         for sampled in output.sampled {
             if !void.contains(&sampled.request) {
@@ -302,6 +350,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             steps: self.step,
             recomputed_tokens: self.recomputed,
             failed_requests: self.failed_loads,
+            computed_prompt_tokens: self.computed_prompt,
         }
     }
 
@@ -315,25 +364,32 @@ impl<C: contract::Scheduler> Scheduler<C> {
         let (mut later, mut events) = (VecDeque::new(), Vec::new());
         while self.loading.len() + self.running.len() < self.config.max_running {
             let Some(mut request) = self.waiting.pop_front() else { break };
-            let matched = self.connector.matched_tokens(&request.seen, 0);
+            // One token at least is computed here: its logits choose the first of the answer, or its step hands the rest over.
+            let most = (request.tokens.len() - 1) / self.config.tokens_per_block as usize;
+            let shared = self.pool.lookup(&request.hashes[..most.min(request.hashes.len())]);
+            request.local = shared * self.config.tokens_per_block as usize;
+            let matched = self.connector.matched_tokens(&request.seen, request.local as u32);
             let brought = match matched {
                 Match::Later => {
                     later.push_back(request);
                     continue;
                 }
                 Match::None => 0,
-                Match::Sync(tokens) | Match::Async(tokens) => tokens.get().min(request.tokens.len() as u32),
+                Match::Sync(tokens) | Match::Async(tokens) => {
+                    tokens.get().min((request.tokens.len() - request.local) as u32)
+                }
             };
             let needed = self.blocks_for(request.submission.prompt.len() + request.submission.max_tokens);
-            let Ok(blocks) = self.pool.open(&[], needed) else {
+            let Ok(blocks) = self.pool.open(&request.hashes[..shared], needed - shared) else {
                 self.waiting.push_front(request);
                 break;
             };
             let id = request.seen.id.clone();
-            let accepted = self.connector.allocated(&request.seen, blocks.ids(), 0, brought);
+            let accepted = self.connector.allocated(&request.seen, blocks.ids(), request.local as u32, brought);
             request.blocks = Some(blocks);
             request.brought = brought as usize;
-            request.computed = request.brought.min(request.most_brought());
+            request.registered = shared;
+            request.computed = (request.local + request.brought).min(request.most_brought());
             match matched {
                 Match::Async(_) => self.loading.push(request),
                 _ => self.running.push(request),
@@ -377,35 +433,65 @@ impl<C: contract::Scheduler> Scheduler<C> {
     fn loaded(&mut self, id: &RequestId) -> Option<Event> {
         let request = take_out(&mut self.loading, id)?;
         // The contract's second call: the request is admitted now, and nothing more is brought.
-        let accepted = self.connector.allocated(&request.seen, request.block_ids(), 0, 0);
+        let accepted = self.connector.allocated(&request.seen, request.block_ids(), request.local as u32, 0);
         self.running.push(request);
         accepted.err().and_then(|error| self.finish(id, FinishReason::Failed(error.to_string())))
     }
 
     /// A request's KV did not come, or not all of it.
     fn lost(&mut self, failure: LoadFailure) -> Option<Event> {
-        let LoadFailure { request: id, good_tokens, reason, .. } = failure;
+        let LoadFailure { request: id, good_tokens, good_blocks, reason } = failure;
         if self.config.on_load_failure == LoadFailurePolicy::Fail {
             self.failed_loads += 1;
             return self.finish(&id, FinishReason::Failed(reason));
         }
+        tracing::warn!(request = %id, good_tokens, reason, "KV was lost in transit; computing the rest here");
+        self.recomputed += self.compute_from(LoadFailure { request: id, good_tokens, reason, good_blocks }) as u64;
+        None
+    }
+
+    /// The rest of a request behind its good prefix is computed here; returns how many tokens were to be brought.
+    fn compute_from(&mut self, failure: LoadFailure) -> usize {
+        let LoadFailure { request: id, good_tokens, .. } = failure;
         if let Some(request) = take_out(&mut self.loading, &id) {
             self.running.push(request);
         }
-        let request = self.running.iter_mut().find(|request| request.seen.id == id)?;
+        let Some(request) = self.running.iter_mut().find(|request| request.seen.id == id) else { return 0 };
         // The step that this verdict voids may have computed the last token already, and all before it may be good.
         let good = (good_tokens as usize).min(request.computed).min(request.most_brought());
-        tracing::warn!(request = %id, good_tokens, reason, "KV was lost in transit; computing the rest here");
-        self.recomputed += request.brought.saturating_sub(good) as u64;
-        request.brought = request.brought.min(good);
+        let lost = (request.local + request.brought).saturating_sub(good);
+        request.brought = request.brought.min(good.saturating_sub(request.local));
         request.computed = good;
-        None
+        lost
+    }
+
+    /// Lets later requests share the complete blocks of a request.
+    fn register(&mut self, id: &RequestId) {
+        let Some(request) = self.running.iter_mut().find(|request| request.seen.id == *id) else { return };
+        let Some(blocks) = &request.blocks else { return };
+        let complete = (request.computed / self.config.tokens_per_block as usize).min(request.hashes.len());
+        for position in request.registered..complete {
+            if let Err(error) = self.pool.register(blocks, position, request.hashes[position]) {
+                tracing::error!(request = %id, %error, "a block cannot be shared");
+            }
+        }
+        request.registered = complete.max(request.registered);
     }
 
     fn take(&mut self, sampled: Sampled, events: &mut Vec<Event>) {
         let Sampled { request: id, token, logits } = sampled;
         let Some(request) = self.running.iter_mut().find(|request| request.seen.id == id) else { return };
         request.tokens.push(token);
+        if let Some(hasher) = &self.hasher {
+            let known = request.hashes.len();
+            let per_block = self.config.tokens_per_block as usize;
+            let parent = request.hashes.last().copied().unwrap_or_else(|| hasher.root());
+            let more = request.tokens.get(known * per_block..(known + 1) * per_block);
+            if let Some(Ok(hash)) = more.map(|tokens| hasher.next(parent, tokens)) {
+                request.hashes.push(hash);
+                self.connector.hashed(&id, &request.hashes[known..]);
+            }
+        }
         let generated = request.tokens.len() - request.submission.prompt.len();
         let reason = match request.submission.ends.contains(&token) {
             true => Some(FinishReason::End),
@@ -457,6 +543,8 @@ pub struct Snapshot {
     pub recomputed_tokens: u64,
     /// Requests that failed because their KV did not come.
     pub failed_requests: u64,
+    /// Tokens of prompts that were computed here.
+    pub computed_prompt_tokens: u64,
 }
 
 impl Request {

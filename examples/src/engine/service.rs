@@ -95,6 +95,7 @@ pub struct EngineService {
 enum Command {
     Submit { submission: Submission, updates: mpsc::Sender<Update>, accepted: oneshot::Sender<Result<(), SubmitError>> },
     Snapshot(oneshot::Sender<Snapshot>),
+    Step,
     Stop,
 }
 
@@ -127,6 +128,12 @@ impl EngineHandle {
         let (reply, snapshot) = oneshot::channel();
         self.send(Command::Snapshot(reply))?;
         snapshot.await.map_err(|_| ServiceError::Stopped)
+    }
+
+    /// Has the engine take a step even if it has nothing to compute, because a peer waits for what a step gives.
+    pub fn wake(&self) {
+        // A full queue wakes the engine as well, and a stopped one has nothing to give.
+        let _ = self.commands.try_send(Command::Step);
     }
 
     fn post(
@@ -165,7 +172,7 @@ impl EngineService {
         W: Worker + 'static,
     {
         let (commands, receiver) = sync_channel(COMMANDS);
-        let mut engine = EngineLoop { scheduler, runner, connectors, clients: HashMap::new() };
+        let mut engine = EngineLoop { scheduler, runner, connectors, clients: HashMap::new(), wanted: false };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             engine.run(&receiver);
             engine.connectors.iter_mut().for_each(|connector| connector.shutdown(GRACE));
@@ -197,6 +204,8 @@ struct EngineLoop<C, W> {
     runner: Runner,
     connectors: Vec<W>,
     clients: HashMap<RequestId, mpsc::Sender<Update>>,
+    /// A step is wanted although nothing is to be computed.
+    wanted: bool,
 }
 
 impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
@@ -206,7 +215,7 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
                 return;
             }
             self.drop_clients_that_left();
-            if self.scheduler.is_idle() {
+            if !std::mem::take(&mut self.wanted) && self.scheduler.is_idle() {
                 let Ok(command) = commands.recv() else { return };
                 if self.obey(command).is_none() {
                     return;
@@ -261,6 +270,7 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
             Command::Snapshot(reply) => {
                 let _ = reply.send(self.scheduler.snapshot());
             }
+            Command::Step => self.wanted = true,
             Command::Stop => return None,
         }
         Some(())

@@ -138,6 +138,7 @@ async fn metrics_page(engine: &EngineHandle, metrics: &[Arc<Metrics>]) -> Result
         metrics.record_pool(&state.pool);
         metrics.recomputed_tokens_total.advance_to(state.recomputed_tokens);
         metrics.failed_requests_total.advance_to(state.failed_requests);
+        metrics.computed_prompt_tokens_total.advance_to(state.computed_prompt_tokens);
     }
     let mut response = page_of_ranks(metrics).into_response();
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));

@@ -12,7 +12,7 @@ use tokio::process::{Child, Command};
 
 use super::client::Client;
 use super::{Role, blocks, report};
-use crate::cli::PairOptions;
+use crate::cli::{PairOptions, Switch};
 use crate::pd::random_bits;
 
 /// Some prefill and some decode nodes; all are killed when this is dropped, and end by themselves if this process dies.
@@ -28,13 +28,18 @@ struct Node {
 }
 
 impl Pair {
-    /// Starts all; each can serve sequences of `longest` tokens.
-    pub(super) async fn start(program: &Path, options: &PairOptions, longest: usize) -> anyhow::Result<Self> {
+    /// Starts all; each can serve sequences of `longest` tokens, and decode keeps `conversations` of them between their turns.
+    pub(super) async fn start(
+        program: &Path,
+        options: &PairOptions,
+        longest: usize,
+        conversations: u32,
+    ) -> anyhow::Result<Self> {
         let key = format!("{:032x}{:032x}", random_bits()?, random_bits()?);
         let mut pair = Self { prefill: Vec::new(), decode: Vec::new() };
         let mut addresses = Vec::new();
         for _ in 0..options.prefill_nodes {
-            let mut command = node(program, options, Role::Prefill, &key, longest);
+            let mut command = node(program, options, Role::Prefill, &key, (longest, 0));
             command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]);
             let (child, said) = spawn(command, "prefill").await?;
             let ranks = said["transfers"].as_array().with_context(|| format!("no transfers in {said}"))?;
@@ -43,7 +48,7 @@ impl Pair {
             pair.prefill.push(Node { child, client: Client { address: address(&said, "metrics")? } });
         }
         for _ in 0..options.decode_nodes {
-            let mut command = node(program, options, Role::Decode, &key, longest);
+            let mut command = node(program, options, Role::Decode, &key, (longest, conversations));
             command.args(["--http", "127.0.0.1:0", "--prefill", &addresses.join(",")]);
             let (child, said) = spawn(command, "decode").await?;
             pair.decode.push(Node { child, client: Client { address: address(&said, "http")? } });
@@ -102,10 +107,14 @@ async fn pages(nodes: &[Node]) -> anyhow::Result<String> {
 
 /// Half an hour: eight prompts of 1,500 tokens queue for minutes on two slow cores.
 const TRANSFER_DEADLINE_MS: &str = "1800000";
+/// Host memory for blocks that prompts share, in bytes.
+const TIER_BYTES: &str = "268435456";
+/// Complete blocks of an answer that are sent back at once.
+const WRITE_BACK_BLOCKS: &str = "4";
 /// How long a node may take to end by itself.
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
-fn node(program: &Path, options: &PairOptions, role: Role, key: &str, longest: usize) -> Command {
+fn node(program: &Path, options: &PairOptions, role: Role, key: &str, (longest, idle): (usize, u32)) -> Command {
     let (layout, block, tp) = match role {
         Role::Prefill => (options.prefill_layout, options.prefill_block, options.prefill_tp),
         Role::Decode => (options.decode_layout, options.decode_block, options.decode_tp),
@@ -125,7 +134,12 @@ fn node(program: &Path, options: &PairOptions, role: Role, key: &str, longest: u
             &block.to_string(),
         ])
         .args(["--tp", &tp.to_string()])
-        .args(["--blocks", &blocks(longest, block, concurrency).to_string(), "--chunk", &options.chunk.to_string()])
+        .args([
+            "--blocks",
+            &blocks(longest, block, concurrency, idle).to_string(),
+            "--chunk",
+            &options.chunk.to_string(),
+        ])
         .args(["--max-running", &concurrency.saturating_mul(2).to_string(), "--exit-with-stdin"])
         .env("KVFERRY_PSK", key)
         // A comparison waits for a slow model: a load that gave up would only compare the decode node with itself.
@@ -133,6 +147,12 @@ fn node(program: &Path, options: &PairOptions, role: Role, key: &str, longest: u
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
+    if options.write_back == Switch::On {
+        match role {
+            Role::Prefill => command.env("KVFERRY_TIER_BYTES", TIER_BYTES),
+            Role::Decode => command.env("KVFERRY_WRITE_BACK_BLOCKS", WRITE_BACK_BLOCKS),
+        };
+    }
     if let Some(order) = options.link.order {
         command.args(["--order", &TransferOrder::from(order).to_string()]);
     }

@@ -4,6 +4,7 @@
 mod children;
 mod client;
 mod report;
+mod turns;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,12 +18,14 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 pub use report::{Output, Report, Summary, Times};
+pub use turns::Turn;
 
 use crate::cli::{Bar, PairOptions, read_prompts};
 use crate::engine::Submission;
 use crate::node::{LoadedModel, NodeConfig, generate, logits_digest};
 use children::Pair;
 use report::Answer;
+use turns::Counters;
 
 /// Prompts for those who have none at hand: of one token and of many, around the size of a block.
 const PROMPTS: [&str; 5] = [
@@ -54,36 +57,51 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
         .map(|prompt| model.tokenizer.encode(prompt))
         .collect::<Result<_, _>>()
         .map_err(anyhow::Error::msg)?;
-    let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + options.max_tokens.get() as usize;
-    let reference = reference(options, &model, &tokens, longest).await?;
+    let turns = options.turns.get() as usize;
+    let follow_ups = turns::follow_ups(&model.tokenizer, turns - 1).map_err(anyhow::Error::msg)?;
+    let said = follow_ups.iter().map(Vec::len).sum::<usize>() + turns * options.max_tokens.get() as usize;
+    let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + said;
+    let reference = reference(options, &model, tokens, &follow_ups, longest).await?;
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
-    let pair = Pair::start(program, options, longest).await?;
-    let answers = through_the_pair(options, &pair, &tokens).await;
-    let (decode, prefill) = pair.settled_metrics().await?;
+    // What decode keeps of a conversation until its next turn.
+    let conversations = if turns > 1 { prompts.len() as u32 } else { 0 };
+    let pair = Pair::start(program, options, longest, conversations).await?;
+    let (mut answers, mut figures, mut before) = (Vec::new(), Vec::new(), Counters::default());
+    let mut pages = (String::new(), String::new());
+    for (turn, (prompts, _)) in reference.iter().enumerate() {
+        answers.extend(through_the_pair(options, &pair, prompts).await);
+        pages = pair.settled_metrics().await?;
+        let after = Counters::of(&pages.0, &pages.1, options.decode_block, options.prefill_block);
+        figures.push(Turn::between(turn, prompts, before, after));
+        before = after;
+    }
     pair.stop().await;
-    Ok(Report::new(answers, reference, &tokenizer, &decode, &prefill))
+    let reference = reference.into_iter().flat_map(|(_, answers)| answers).collect();
+    Ok(Report::new(answers, reference, figures, &tokenizer, &pages.0, &pages.1))
 }
 
-/// Blocks of a cache that holds `sequences` of the longest length.
-fn blocks(longest: usize, tokens_per_block: u32, sequences: u32) -> u32 {
+/// Blocks of a cache that computes `sequences` of the longest length at once, and keeps so many idle ones.
+fn blocks(longest: usize, tokens_per_block: u32, sequences: u32, idle: u32) -> u32 {
     // One sequence more: a finished one is held until its transfer is over.
     let each = longest.div_ceil(tokens_per_block as usize) as u32;
-    each.saturating_mul(sequences.saturating_mul(2).saturating_add(1))
+    each.saturating_mul(sequences.saturating_mul(2).saturating_add(1).saturating_add(idle))
 }
 
+/// Each turn's prompts and a single process's answers to them, which computes every prompt from its first token on.
 async fn reference(
     options: &PairOptions,
     model: &LoadedModel,
-    prompts: &[Vec<u32>],
+    mut prompts: Vec<Vec<u32>>,
+    follow_ups: &[Vec<u32>],
     longest: usize,
-) -> anyhow::Result<Vec<Answer>> {
+) -> anyhow::Result<Vec<(Vec<Vec<u32>>, Vec<Answer>)>> {
     let concurrency = options.concurrency.get();
     let config = NodeConfig {
         order: options.decode_layout,
         dtype: options.kv_dtype,
-        blocks: blocks(longest, options.decode_block, concurrency),
+        blocks: blocks(longest, options.decode_block, concurrency, 0),
         tokens_per_block: options.decode_block,
         tp_size: 1,
         chunk_tokens: options.chunk.get() as usize,
@@ -91,7 +109,7 @@ async fn reference(
         on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,
     };
     let engine = model.start_local(&config)?;
-    let answers = at_most(concurrency, "single process", prompts, |_, prompt| {
+    let one = |_, prompt| {
         let (handle, model, max_tokens) = (engine.handle(), model.clone(), options.max_tokens.get() as usize);
         async move {
             let submission = Submission { keep_first_logits: true, ..model.greedy(prompt, max_tokens) };
@@ -99,8 +117,21 @@ async fn reference(
             let first_logits = generation.first_logits.as_deref().map(logits_digest);
             Ok(Answer { tokens: generation.tokens, first_logits, ttft_ms: generation.ttft_ms })
         }
-    });
-    answers.await.into_iter().collect::<Result<_, _>>().context("the single process did not answer")
+    };
+    let mut turns = Vec::new();
+    loop {
+        let answers = at_most(concurrency, "single process", &prompts, one).await;
+        let answers: Vec<Answer> =
+            answers.into_iter().collect::<Result<_, _>>().context("the single process did not answer")?;
+        let next = follow_ups
+            .get(turns.len())
+            .map(|follow_up| turns::go_on(&prompts, answers.iter().map(|answer| answer.tokens.as_slice()), follow_up));
+        turns.push((prompts, answers));
+        match next {
+            Some(next) => prompts = next,
+            None => return Ok(turns),
+        }
+    }
 }
 
 async fn through_the_pair(options: &PairOptions, pair: &Pair, prompts: &[Vec<u32>]) -> Vec<anyhow::Result<Answer>> {

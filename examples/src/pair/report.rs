@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::turns::Turn;
 use crate::model::Tokenizer;
 
 /// What one engine answered to one prompt.
@@ -21,7 +22,9 @@ pub struct Report {
     /// The figures.
     #[serde(flatten)]
     pub summary: Summary,
-    /// What the two processes generated, a prompt each.
+    /// What each turn of the conversations cost.
+    pub turns: Vec<Turn>,
+    /// What the two processes generated: for each turn, a prompt each.
     pub outputs: Vec<Output>,
 }
 
@@ -67,6 +70,9 @@ pub struct Times {
 pub struct Output {
     /// The prompt's index, from 0.
     pub prompt: usize,
+    /// The turn of the conversation, from 0.
+    #[serde(skip_serializing_if = "is_first")]
+    pub turn: usize,
     /// The text.
     pub text: String,
     /// Its tokens.
@@ -82,6 +88,7 @@ impl Report {
     pub(super) fn new(
         answers: Vec<anyhow::Result<Answer>>,
         reference: Vec<Answer>,
+        turns: Vec<Turn>,
         tokenizer: &Tokenizer,
         decode: &str,
         prefill: &str,
@@ -89,11 +96,12 @@ impl Report {
         let ttft = |answers: &mut dyn Iterator<Item = f64>| Times::of(answers.collect());
         let single_process_ttft_ms = ttft(&mut reference.iter().map(|answer| answer.ttft_ms));
         let ttft_ms = ttft(&mut answers.iter().flatten().map(|answer| answer.ttft_ms));
+        let prompts = (reference.len() / turns.len().max(1)).max(1);
         let outputs: Vec<_> = answers
             .into_iter()
             .zip(&reference)
             .enumerate()
-            .map(|(prompt, (answer, reference))| Output::new(prompt, answer, reference, tokenizer))
+            .map(|(at, (answer, reference))| Output::new(at % prompts, at / prompts, answer, reference, tokenizer))
             .collect();
         let kv_bytes = sum(decode, "kvferry_transfer_bytes_total", "side=\"receive\"");
         let wire = sum(prefill, "kvferry_wire_seconds_sum", "");
@@ -112,7 +120,7 @@ impl Report {
             failed: outputs.iter().filter(|output| output.error.is_some()).count(),
             still_held: still_held(decode) + still_held(prefill),
         };
-        Self { summary, outputs }
+        Self { summary, turns, outputs }
     }
 
     /// Whether every prompt has the single process's answer.
@@ -123,10 +131,17 @@ impl Report {
 }
 
 impl Output {
-    fn new(prompt: usize, answer: anyhow::Result<Answer>, reference: &Answer, tokenizer: &Tokenizer) -> Self {
+    fn new(
+        prompt: usize,
+        turn: usize,
+        answer: anyhow::Result<Answer>,
+        reference: &Answer,
+        tokenizer: &Tokenizer,
+    ) -> Self {
         match answer {
             Ok(answer) => Self {
                 prompt,
+                turn,
                 text: tokenizer.decode(&answer.tokens).unwrap_or_default(),
                 identical: answer.tokens == reference.tokens
                     && answer.first_logits.is_some()
@@ -136,7 +151,7 @@ impl Output {
             },
             Err(error) => {
                 let (text, token_ids) = (String::new(), Vec::new());
-                Self { prompt, text, token_ids, identical: false, error: Some(format!("{error:#}")) }
+                Self { prompt, turn, text, token_ids, identical: false, error: Some(format!("{error:#}")) }
             }
         }
     }
@@ -152,15 +167,20 @@ impl Times {
     }
 }
 
-/// Transfers, grants, leases and blocks that a node holds, from its metrics.
+/// Transfers, grants, leases, blocks, and blocks on their way to a tier that a node holds, from its metrics.
 pub(super) fn still_held(page: &str) -> u64 {
-    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live"];
+    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "tier_queue_blocks"];
     let blocks = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
     (gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + blocks) as u64
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands over a reference")]
+const fn is_first(turn: &usize) -> bool {
+    *turn == 0
+}
+
 /// The sum of a metric's samples whose labels contain `label`, from a page in Prometheus's text format.
-fn sum(page: &str, name: &str, label: &str) -> f64 {
+pub(super) fn sum(page: &str, name: &str, label: &str) -> f64 {
     let samples = page.lines().filter_map(|line| {
         let (sample, value) = line.rsplit_once(' ')?;
         let (found, labels) = sample.split_once('{').unwrap_or((sample, ""));
@@ -177,6 +197,23 @@ impl fmt::Display for Report {
                 None => writeln!(f, "{:4}  {mark}  {:?}", output.prompt, output.text)?,
                 Some(error) => writeln!(f, "{:4}  FAILED     {error}", output.prompt)?,
             }
+        }
+        if self.turns.len() > 1 {
+            writeln!(f, "\nturn  prompt  computed  from tier  local  | local at decode      bytes sent  written back")?;
+        }
+        for t in self.turns.iter().filter(|_| self.turns.len() > 1) {
+            writeln!(
+                f,
+                "{:4}  {:6}  {:8}  {:9}  {:5}  | {:15}  {:14}  {:12}",
+                t.turn,
+                t.prompt_tokens,
+                t.prefill_computed,
+                t.prefill_from_tier,
+                t.prefill_local,
+                t.decode_local,
+                t.bytes_sent,
+                t.bytes_written_back
+            )?;
         }
         let s = &self.summary;
         writeln!(f, "\n{} of {} identical to a single process, {} tokens", s.identical, s.requests, s.tokens)?;
@@ -217,7 +254,7 @@ mod tests {
                     kvferry_transfer_bytes_total{side=\"receive\"} 1000000000\n\
                     kvferry_pool_blocks 9\nkvferry_pool_blocks_free 8\nkvferry_leases_live 1\n";
         let prefill = "kvferry_wire_seconds_sum 2\nkvferry_exposed_transfer_seconds_sum 0.5\n";
-        let report = Report::new(answers, reference, &Tokenizer::Bytes(ByteTokenizer), page, prefill);
+        let report = Report::new(answers, reference, vec![], &Tokenizer::Bytes(ByteTokenizer), page, prefill);
         let s = &report.summary;
         assert_eq!((s.requests, s.identical, s.failed, s.tokens), (5, 1, 1, 8));
         assert_eq!((s.kv_bytes, s.transfer_gbps, s.exposed_fraction, s.still_held), (1_000_000_000, 4.0, 0.25, 2));

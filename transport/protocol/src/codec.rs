@@ -133,7 +133,9 @@ fn encode_as<T: Serialize, const LIMIT: usize>(
     value: &T,
 ) -> Result<Vec<u8>, CodecError> {
     check_version(what, version)?;
-    let mut bytes = version.to_le_bytes().to_vec();
+    // Most messages fit, and need not grow step by step.
+    let mut bytes = Vec::with_capacity(64);
+    bytes.extend_from_slice(&version.to_le_bytes());
     bincode::serde::encode_into_std_write(value, &mut bytes, config::standard())
         .map_err(|error: EncodeError| CodecError::Malformed { what, problem: error.to_string() })?;
     check_length(what, bytes.len(), LIMIT)?;

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use kvferry_protocol::codec::{self, CodecError};
 use kvferry_protocol::manifest::{Fingerprint, KvDtype, Manifest, Options, Planes, Rope, RopeStyle, ScalePer, Scales};
 use kvferry_protocol::message::{
-    Abort, Ended, EngineBytes, Grant, Message, Missing, Offer, OpaqueKey, Reason, Renew, Stop, Stopped, Verdict,
-    WindowBytes, Working, Wrote,
+    Abort, Ended, EngineBytes, Grant, HashBytes, Message, Missing, Offer, OpaqueKey, Reason, Renew, Spare, Stop,
+    Stopped, Verdict, WindowBytes, Working, Wrote,
 };
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{Digest, Generation, TransferId};
@@ -55,6 +55,11 @@ fn grant() -> Grant {
     }
 }
 
+fn spare() -> Spare {
+    let hashes = HashBytes::new((0..64).collect()).unwrap();
+    Spare { transfer: id(), first_token: 1504, tokens_per_block: 16, hashes }
+}
+
 fn messages() -> Vec<(&'static str, Message)> {
     let (transfer, generation) = (id(), Generation::new(300));
     let ended = |verdict| Message::Ended(Ended { transfer, verdict });
@@ -83,6 +88,7 @@ fn messages() -> Vec<(&'static str, Message)> {
         ("ended-range", ended(Verdict::failed(Reason::Range, ""))),
         ("engine", Message::Engine(EngineBytes::new(b"any bytes".to_vec()).unwrap())),
         ("working", Message::Working(Working { transfer: id() })),
+        ("spare", Message::Spare(spare())),
     ]
 }
 

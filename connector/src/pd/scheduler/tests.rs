@@ -11,12 +11,12 @@ fn scheduler(reporters: u16) -> PdScheduler {
 fn fetch(id: &str, prompt_tokens: u32) -> Request {
     let params =
         TransferParams::Fetch { transfer: TransferId::new(7), from: vec![PeerAddress::Loopback(1)], ask: vec![] };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 fn keep(id: &str, prompt_tokens: u32) -> Request {
     let params = TransferParams::Keep { transfer: TransferId::new(9), to: None::<PeerId>, readers: 1 };
-    Request { id: RequestId::new(id), prompt_tokens, params: Some(params) }
+    Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
 fn blocks(n: u32) -> Vec<BlockId> {
@@ -203,7 +203,7 @@ fn each_prefill_step_is_saved_once_and_the_request_is_held_until_sent() {
     assert_eq!(save(s.build_step(&step("p", 20..40, 3))), (40, false));
     assert!(s.build_step(&step("p", 40..41, 3)).saves.is_empty(), "generated tokens are not the prompt's");
     let hold = s.finished(&RequestId::new("p"), &blocks(3), EngineFinish::Complete);
-    assert_eq!(hold, Hold::Until { transfer: TransferId::new(9), blocks: blocks(3) });
+    assert_eq!(hold, Hold::Until { transfer: Some(TransferId::new(9)), blocks: blocks(3) });
     let applied = s.apply(vec![StepResults { sent: vec![RequestId::new("p")], ..results(0) }]);
     assert_eq!(applied.released, [RequestId::new("p")]);
 }

@@ -16,11 +16,13 @@ use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
 use super::jobs::Movers;
+use super::keeping::Keeping;
 use super::leases::Lease;
 use super::loading::Loading;
 use super::peers::Peers;
 use super::posting::Posting;
 use super::receiving::Receiving;
+use super::returning::Taking;
 use super::sending::Sending;
 use super::{Board, Command, Input};
 use crate::config::ConnectorConfig;
@@ -48,12 +50,24 @@ pub(super) struct Driver {
     /// Which transfer a grant of ours belongs to: what lands names it, but only this table is believed.
     pub(super) granted: BTreeMap<GrantKey, TransferId>,
     pub(super) posting: Posting,
+    /// After the movers, which copy what it guards.
+    pub(super) keeping: Option<Keeping>,
+    pub(super) taking: Taking,
+    /// Tells the engine that a step is wanted although nothing is scheduled.
+    pub(super) wake: Outbox<()>,
     pub(super) messages: Outbox<(PeerId, Bytes)>,
     epoch: Instant,
     deadlines: Deadlines,
     /// Who waits for the end of which transfers.
-    waiting: Vec<(BTreeSet<TransferId>, Outbox<()>)>,
+    waiting: Vec<(BTreeSet<TransferId>, Vec<RequestId>, Outbox<()>)>,
     stopping: Option<(Instant, Outbox<()>)>,
+}
+
+/// Where a driver speaks to: itself by way of other threads, and the engine.
+pub(super) struct Outlets<'a> {
+    pub(super) inputs: &'a Outbox<Input>,
+    pub(super) wake: Outbox<()>,
+    pub(super) messages: Outbox<(PeerId, Bytes)>,
 }
 
 /// One timer for all machines: the next moment of each, in order.
@@ -68,6 +82,8 @@ struct Deadlines {
 pub(super) enum Side {
     Receiving,
     Sending,
+    /// A peer's blocks on their way into the tier.
+    Taking,
 }
 
 impl Driver {
@@ -77,10 +93,11 @@ impl Driver {
         card: WorkerCard,
         transport: Arc<dyn Transport>,
         board: Arc<Board>,
-        inputs: &Outbox<Input>,
-        messages: Outbox<(PeerId, Bytes)>,
+        keeping: Option<Keeping>,
+        outlets: Outlets<'_>,
     ) -> Self {
-        let movers = Movers::start(MOVERS, &caches, inputs);
+        let Outlets { inputs, wake, messages } = outlets;
+        let movers = Movers::start(MOVERS, &caches, keeping.as_ref().map(|keeping| &keeping.memory), inputs);
         let posting = Posting::new(config.limits());
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
@@ -102,6 +119,9 @@ impl Driver {
             early,
             granted: BTreeMap::new(),
             posting,
+            keeping,
+            taking: Taking::default(),
+            wake,
             messages,
             epoch: Instant::now(),
             deadlines: Deadlines::default(),
@@ -119,6 +139,7 @@ impl Driver {
             }
             self.expire();
             self.push_posts();
+            self.push_stores();
             self.set_gauges();
             if self.is_stopped() {
                 break;
@@ -137,6 +158,7 @@ impl Driver {
             Input::Command(command) => self.command(command),
             Input::Event(event) => self.event(event),
             Input::Job(done) => self.job_done(done),
+            Input::Tier(answer) => self.tier_answer(answer),
         }
     }
 
@@ -146,10 +168,18 @@ impl Driver {
             Command::Lease(save) => self.lease(save),
             Command::Computed { transfer, rect } => self.computed(transfer, rect),
             Command::Cancel(cancel) => self.cancel(&cancel),
+            Command::Keep(stores) => self.keep(stores),
+            Command::Restore(restore) => self.restore(restore),
+            Command::Hurry(requests) => self.hurry(&requests),
+            Command::Return(returns) => self.give_back(returns),
+            Command::Take(take) => self.take_in(take),
+            Command::Refuse(refuse) => self.refuse(&refuse),
             Command::Preempt(requests, done) => {
                 let transfers = self.transfers_of(&requests);
                 self.end_all(|request| requests.contains(request));
-                self.waiting.push((transfers, done));
+                self.abandon_stores(|request| requests.contains(request));
+                self.end_returns(|request| requests.contains(request));
+                self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }
             Command::Connect(address) => self.dial(address),
@@ -165,6 +195,9 @@ impl Driver {
             }
             Command::Shutdown(grace, done) => {
                 self.end_all(|_| true);
+                self.abandon_stores(|_| true);
+                self.end_returns(|_| true);
+                self.end_takes();
                 self.stopping = Some((Instant::now() + grace, done));
             }
         }
@@ -264,19 +297,21 @@ impl Driver {
         let next = match side {
             Side::Receiving => self.turn_receiving(transfer),
             Side::Sending => self.turn_sending(transfer),
+            Side::Taking => self.turn_taken(transfer),
         };
         self.deadlines.set(transfer, side, next);
         self.answer_waiting();
     }
 
-    fn answer_waiting(&mut self) {
-        let (receiving, sending) = (&self.receiving, &self.sending);
+    pub(super) fn answer_waiting(&mut self) {
+        let (receiving, sending, keeping) = (&self.receiving, &self.sending, &self.keeping);
         let touches = |transfer: &TransferId| {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
                 || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
-        self.waiting.retain(|(transfers, done)| {
-            let wait = transfers.iter().any(touches);
+        self.waiting.retain(|(transfers, requests, done)| {
+            let wait =
+                transfers.iter().any(touches) || keeping.as_ref().is_some_and(|keeping| keeping.touches(requests));
             if !wait {
                 // Who no longer waits need not hear it.
                 let _ = done.try_send(());
@@ -299,9 +334,11 @@ impl Driver {
                         entry.machine.timeout(now);
                     }
                 }
+                Side::Taking => self.taken_timeout(transfer, now),
             }
             self.turn(transfer, side);
         }
+        self.expire_tier();
         if self.early.poll_timeout().is_some_and(|(at, _)| at <= now) {
             for (peer, answer) in self.early.timeout(now) {
                 self.board.metrics.early_grants_dropped_total.add(1);
@@ -319,6 +356,11 @@ impl Driver {
         let (used, limit) = self.posting.slab_bytes();
         metrics.slab_pool_used_bytes.set(used);
         metrics.slab_pool_limit_bytes.set(limit);
+        if let Some(keeping) = &self.keeping {
+            let (limit, queued) = keeping.usage();
+            metrics.tier_limit_bytes.set(limit);
+            metrics.tier_queue_blocks.set(queued);
+        }
     }
 
     /// Sets the gauges of transfers.
@@ -350,13 +392,18 @@ impl Driver {
 
     fn wait(&self) -> Duration {
         let next = self.deadlines.first().map_or(IDLE_WAIT, |(at, ..)| at.since(self.now()));
+        let tier = self.keeping.as_ref().and_then(Keeping::deadline);
+        let next = tier.map_or(next, |at| at.since(self.now()).min(next));
         let stop = self.stopping.as_ref().map(|(by, _)| by.saturating_duration_since(Instant::now()));
         next.min(stop.unwrap_or(IDLE_WAIT)).min(IDLE_WAIT)
     }
 
     fn is_stopped(&mut self) -> bool {
         let Some((by, _)) = &self.stopping else { return false };
-        let live = self.receiving.values().any(|entry| !entry.over) || self.sending.values().any(|entry| !entry.over);
+        let live = self.receiving.values().any(|entry| !entry.over)
+            || self.sending.values().any(|entry| !entry.over)
+            || self.taking.entries.values().any(|entry| !entry.over)
+            || self.keeping.as_ref().is_some_and(Keeping::is_busy);
         if live && Instant::now() < *by {
             return false;
         }

@@ -59,12 +59,14 @@ impl Driver {
                 theirs == new && known.incarnation != peer.incarnation
             })
         };
+        self.taken_down(|of| older(Some(of)), true);
         for (transfer, side) in
             self.transfers_where(|entry| older(entry.peer.as_ref()), |entry| older(entry.peer.as_ref()))
         {
             match side {
                 Side::Receiving => self.with_receiving(transfer, |entry, now| entry.machine.peer_restarted(now)),
                 Side::Sending => self.with_sending(transfer, |entry, now| entry.machine.peer_restarted(now)),
+                Side::Taking => {}
             }
         }
     }
@@ -76,11 +78,13 @@ impl Driver {
                 self.board.metrics.sessions_lost_total.add(1);
             }
             self.early.peer_down(peer);
+            self.taken_down(|of| of == peer, false);
             let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
             for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
                 match side {
                     Side::Receiving => self.with_receiving(transfer, |entry, now| entry.machine.peer_down(now)),
                     Side::Sending => self.with_sending(transfer, |entry, now| entry.machine.peer_down(now)),
+                    Side::Taking => {}
                 }
             }
         }
@@ -123,6 +127,11 @@ impl Driver {
             }
         };
         let Some(transfer) = message.transfer() else { return self.session_message(peer, message) };
+        let message = match message {
+            Message::Spare(spare) => return self.spare(peer, spare),
+            message if self.is_refused(&message) => return,
+            message => message,
+        };
         // An id is believed only from the endpoint that the transfer is with.
         let ours = |known: Option<&PeerId>| known == Some(&peer);
         if ours(self.receiving.get(&transfer).and_then(|entry| entry.peer.as_ref())) {
@@ -131,6 +140,8 @@ impl Driver {
             self.with_sending(transfer, |entry, now| entry.machine.message(now, message));
         } else if self.sending.get(&transfer).is_some_and(|entry| entry.may_be(&peer)) {
             self.meet(transfer, peer, message);
+        } else if ours(self.taking.entries.get(&transfer).map(|entry| &entry.peer)) {
+            self.taken_message(transfer, message);
         } else if let Some(answer) = self.early.message(self.now(), &peer, message) {
             self.send(&peer, &answer);
         }
@@ -162,14 +173,22 @@ impl Driver {
             self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
             return;
         }
-        let Some(entry) = self.receiving.get(&wrote.transfer) else { return };
-        if bytes != wrote.rect.cells() * self.caches.bytes_per_cell(&entry.heads) {
+        let taken = self.taking.entries.contains_key(&wrote.transfer);
+        let heads = match self.receiving.get(&wrote.transfer) {
+            Some(entry) => entry.heads.clone(),
+            None if taken => self.caches.heads(),
+            None => return,
+        };
+        if bytes != wrote.rect.cells() * self.caches.bytes_per_cell(&heads) {
             let problem = format!("a write of {bytes} bytes was announced as {}", wrote.rect);
             tracing::warn!(%peer, transfer = %wrote.transfer, problem, "peer broke the protocol");
             self.transport.disconnect(peer, &problem);
             return;
         }
         tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
+        if taken {
+            return self.taken_landed(wrote);
+        }
         self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
     }
 

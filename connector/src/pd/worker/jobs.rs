@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::thread::JoinHandle;
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, select};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{CopyPlan, Selection};
 use kvferry_protocol::transfer::Rect;
@@ -43,6 +43,39 @@ pub(super) enum Job {
         /// Which heads of the model.
         heads: Range<u16>,
     },
+    /// Digest what a peer's write left in the tier's memory.
+    VerifyTaken {
+        /// Whose.
+        write: WriteKey,
+        /// The berths.
+        blocks: Vec<BlockId>,
+        /// The place in the sequence of the first block's first token.
+        first_token: u32,
+        /// Which tokens and layers.
+        rect: Rect,
+    },
+    /// Copy from or to the tier.
+    Tier(TierJob),
+}
+
+/// One copy between a block of the engine's cache and one of the tier's memory.
+#[derive(Debug)]
+pub(super) struct TierJob {
+    /// The scheduler's number of it.
+    pub(super) order: u64,
+    /// Which block of the order.
+    pub(super) block: usize,
+    pub(super) plan: CopyPlan,
+    pub(super) direction: Direction,
+}
+
+/// Which way a tier's job copies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Direction {
+    Store,
+    Bring,
+    /// Nowhere: a digest of what is in the tier.
+    Stay,
 }
 
 /// One write of one grant of one transfer.
@@ -60,12 +93,18 @@ pub(super) enum JobDone {
     Prepared { write: WriteKey, plan: CopyPlan, slab: Option<PooledSlab>, digest: Result<Digest, String> },
     /// The digest of what landed.
     Verified { write: WriteKey, digest: Result<Digest, String> },
+    /// The digest of what landed in the tier's memory.
+    VerifiedTaken { write: WriteKey, digest: Result<Digest, String> },
+    /// A copy from or to the tier, and the digest of what arrived.
+    Tier { job: TierJob, digest: Result<Digest, String> },
 }
 
 /// The mover threads.
 #[derive(Debug)]
 pub(super) struct Movers {
     jobs: Option<Sender<Job>>,
+    /// What is done when no job waits.
+    small: Option<Sender<TierJob>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -73,16 +112,24 @@ impl Movers {
     /// The most jobs that are out at once: more would only wait here instead of with the driver.
     pub(super) const LIMIT: usize = 1024;
 
-    pub(super) fn start(count: usize, caches: &Caches, done: &Sender<Input>) -> Self {
+    pub(super) fn start(count: usize, caches: &Caches, tier: Option<&Caches>, done: &Sender<Input>) -> Self {
         let (jobs, queue) = bounded(Self::LIMIT);
+        let (small, small_queue) = bounded(count);
         let thread = |index: usize| {
-            let (caches, queue, done) = (caches.clone(), queue.clone(), done.clone());
+            let memory = Memory { caches: caches.clone(), tier: tier.cloned() };
+            let (queue, small, done) = (queue.clone(), small_queue.clone(), done.clone());
             std::thread::Builder::new()
                 .name(format!("kvferry-move-{index}"))
-                .spawn(move || run(&caches, &queue, &done))
+                .spawn(move || run(&memory, &queue, &small, &done))
                 .expect("the system has a thread to spare")
         };
-        Self { jobs: Some(jobs), threads: (0..count).map(thread).collect() }
+        Self { jobs: Some(jobs), small: Some(small), threads: (0..count).map(thread).collect() }
+    }
+
+    /// Takes a job for when no other waits; gives it back if one for each mover waits already.
+    pub(super) fn submit_small(&self, job: TierJob) -> Option<TierJob> {
+        let small = self.small.as_ref().expect("open until drop");
+        small.try_send(job).err().map(crossbeam_channel::TrySendError::into_inner)
     }
 
     /// Takes a job; gives it back if [`Movers::LIMIT`] are out.
@@ -94,7 +141,7 @@ impl Movers {
 
 impl Drop for Movers {
     fn drop(&mut self) {
-        self.jobs = None; // The threads drain what is queued and end.
+        (self.jobs, self.small) = (None, None); // The threads drain what is queued and end.
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a mover thread panicked");
@@ -103,16 +150,58 @@ impl Drop for Movers {
     }
 }
 
-fn run(caches: &Caches, queue: &Receiver<Job>, done: &Sender<Input>) {
-    for job in queue {
-        if done.send(Input::Job(perform(caches, job))).is_err() {
+/// What movers read and write.
+struct Memory {
+    caches: Caches,
+    tier: Option<Caches>,
+}
+
+impl Memory {
+    fn tier(&self) -> Result<&Caches, String> {
+        self.tier.as_ref().ok_or_else(|| "this worker has no tier".to_owned())
+    }
+}
+
+fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Sender<Input>) {
+    loop {
+        let job = match queue.try_recv() {
+            Ok(job) => job,
+            Err(TryRecvError::Disconnected) => return,
+            Err(TryRecvError::Empty) => select! {
+                recv(queue) -> job => match job {
+                    Ok(job) => job,
+                    Err(_) => return,
+                },
+                recv(small) -> job => match job {
+                    Ok(job) => Job::Tier(job),
+                    Err(_) => return,
+                },
+            },
+        };
+        if done.send(Input::Job(perform(memory, job))).is_err() {
             return; // The driver is gone; what it wanted to know no longer matters.
         }
     }
 }
 
-fn perform(caches: &Caches, job: Job) -> JobDone {
+fn perform(memory: &Memory, job: Job) -> JobDone {
+    let caches = &memory.caches;
     match job {
+        Job::Tier(job) => {
+            let digest = memory.tier().and_then(|tier| match job.direction {
+                Direction::Store => caches.copy_to(tier, &job.plan),
+                Direction::Bring => tier.copy_to(caches, &job.plan),
+                Direction::Stay => tier.digest_of(&job.plan),
+            });
+            JobDone::Tier { job, digest }
+        }
+        Job::VerifyTaken { write, blocks, first_token, rect } => {
+            let digest = memory.tier().and_then(|tier| {
+                let selection = Selection { layers: rect.layers(), heads: tier.heads(), tokens: rect.tokens() };
+                tier.digest(&blocks, first_token, &selection)
+            });
+            JobDone::VerifiedTaken { write, digest }
+        }
         Job::Prepare { write, plan, slab: Some(mut slab), .. } => {
             let digest = caches.gather(&plan, slab.bytes_mut());
             JobDone::Prepared { write, plan, slab: Some(slab), digest }

@@ -5,7 +5,8 @@
 //! | the engine's model thread | calls [`Worker`]; never touches the network | `wait_layer`: the driver |
 //! | driver | owns every transfer's machine | its one input channel |
 //! | pump | turns transport events into inputs | the transport |
-//! | movers | gather, digest | their job queue |
+//! | movers | gather, digest; copy to the tier when nothing else waits | their job queues |
+//! | keep, bring | calls the tier, which may wait | their queues |
 //!
 //! Lock order: the board's locks are leaves; no other lock is taken under one.
 
@@ -13,15 +14,18 @@ mod card;
 mod driver;
 mod events;
 mod jobs;
+mod keeping;
 mod leases;
 mod loading;
 mod peers;
 mod posting;
 mod progress;
 mod receiving;
+mod returning;
 mod sending;
 mod slabs;
 mod step;
+mod tier_threads;
 mod window;
 
 use std::collections::BTreeSet;
@@ -33,7 +37,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, Shard, heads_of};
+use kvferry_protocol::layout::{KvLayout, KvShape, Shard, heads_of};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -41,16 +45,21 @@ use kvferry_transport::{Event, PeerAddress, Transport};
 
 pub use card::Refusal;
 use card::WorkerCard;
-use driver::Driver;
+use driver::{Driver, Outlets};
 use jobs::JobDone;
+use keeping::Keeping;
 use progress::Progress;
 use step::StepProgress;
+use tier_threads::{TierAnswer, TierThreads};
 
 use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
-use crate::contract::{BadStep, Cancel, Load, Ready, RequestId, Save, StepMeta, StepResults, Worker};
+use crate::contract::{
+    BadStep, Cancel, Load, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store, Take, Worker,
+};
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
+use crate::tier::{HostTier, Tier};
 
 /// What a worker is made of.
 #[derive(Debug)]
@@ -74,6 +83,10 @@ pub struct PdWorker {
     board: Arc<Board>,
     messages: Receiver<(PeerId, Bytes)>,
     step: StepProgress,
+    /// Blocks to keep when the step is complete.
+    stores: Vec<Store>,
+    returns: Vec<Return>,
+    wakes: Receiver<()>,
     transport: Arc<dyn Transport>,
     running: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -113,6 +126,7 @@ enum Input {
     Command(Command),
     Event(Event),
     Job(JobDone),
+    Tier(TierAnswer),
 }
 
 /// What the model thread asks for.
@@ -126,6 +140,18 @@ enum Command {
     Computed { transfer: TransferId, rect: Rect },
     /// End a transfer.
     Cancel(Cancel),
+    /// Copy complete blocks to the tier, when there is time.
+    Keep(Vec<Store>),
+    /// Bring blocks from the tier.
+    Restore(Restore),
+    /// Requests are over: their blocks are kept soon, or not.
+    Hurry(Vec<RequestId>),
+    /// Send complete blocks of answers back.
+    Return(Vec<Return>),
+    /// Take a peer's blocks into the tier.
+    Take(Take),
+    /// Say that they are not wanted.
+    Refuse(Refuse),
     /// End the transfers of some requests and say when nothing touches their pages.
     Preempt(Vec<RequestId>, Sender<()>),
     /// Reach a peer ahead of requests.
@@ -196,8 +222,31 @@ impl PdWorker {
     /// [`ConnectorError::Caches`] if the cache does not fit the manifest, [`ConnectorError::Transport`] if its memory cannot be
     /// registered.
     pub fn start(parts: PdWorkerParts, transport: Arc<dyn Transport>) -> Result<Self, ConnectorError> {
+        let tier: Option<Arc<dyn Tier>> = match parts.config.limits().tier_bytes {
+            0 => None,
+            bytes => Some(Arc::new(HostTier::new(parts.cache.layout(), bytes).map_err(|error| {
+                let problem = format!("tier_bytes = {bytes} cannot be had: {error}");
+                ConnectorError::Caches { problem }
+            })?)),
+        };
+        Self::start_with_tier(parts, transport, tier)
+    }
+
+    /// The same with another tier than `tier_bytes` asks for, or none.
+    ///
+    /// # Errors
+    /// As [`PdWorker::start`], and [`ConnectorError::Caches`] if the tier's memory has another shape than the cache.
+    pub fn start_with_tier(
+        parts: PdWorkerParts,
+        transport: Arc<dyn Transport>,
+        tier: Option<Arc<dyn Tier>>,
+    ) -> Result<Self, ConnectorError> {
         let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
-        crate::raw::register(&*transport, &parts.cache)?;
+        let regions = crate::raw::register(&*transport, &parts.cache, 0)?;
+        if let Some(tier) = &tier {
+            // A peer's blocks land in it directly.
+            crate::raw::register(&*transport, &tier.memory().clone().into(), regions)?;
+        }
         let tp_rank = parts.config.peer().tp_rank;
         let caches = Caches::new(parts.cache, parts.shard);
         let board = Arc::new(Board {
@@ -208,9 +257,18 @@ impl PdWorker {
         });
         let (inputs, inbox) = bounded(INPUTS);
         let (messages_out, messages) = bounded(MESSAGES);
+        let (wake, wakes) = bounded(1);
         let step = StepProgress::new(&caches);
-        let driver =
-            Driver::new(parts.config, caches, card, Arc::clone(&transport), Arc::clone(&board), &inputs, messages_out);
+        let keeping = tier.map(|tier| keeping(tier, &caches, &inputs)).transpose()?;
+        let driver = Driver::new(
+            parts.config,
+            caches,
+            card,
+            Arc::clone(&transport),
+            Arc::clone(&board),
+            keeping,
+            Outlets { inputs: &inputs, wake, messages: messages_out },
+        );
         let running = Arc::new(AtomicBool::new(true));
         let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
             std::thread::Builder::new()
@@ -230,7 +288,19 @@ impl PdWorker {
                 driver.run(inbox);
             }),
         )?;
-        Ok(Self { tp_rank, inputs, board, messages, step, transport, running, threads: vec![pump, driver] })
+        Ok(Self {
+            tp_rank,
+            inputs,
+            board,
+            messages,
+            step,
+            stores: Vec::new(),
+            returns: Vec::new(),
+            wakes,
+            transport,
+            running,
+            threads: vec![pump, driver],
+        })
     }
 
     /// A handle for the engine's other threads.
@@ -245,6 +315,13 @@ impl PdWorker {
         &self.messages
     }
 
+    /// Says that a peer waits for what only a step can give, also an empty one: an engine that sleeps while it has nothing to do
+    /// takes one when it hears this.
+    #[must_use]
+    pub const fn wakes(&self) -> &Receiver<()> {
+        &self.wakes
+    }
+
     /// Where peers reach this worker.
     #[must_use]
     pub fn local_address(&self) -> PeerAddress {
@@ -253,6 +330,18 @@ impl PdWorker {
 
     fn command(&self, command: Command) -> Result<(), ConnectorError> {
         self.inputs.send(Input::Command(command)).map_err(|_| ConnectorError::Ended)
+    }
+
+    /// What the last step completed goes to the tier, or back; after what a peer waits for.
+    fn hand_over_blocks(&mut self) {
+        let (stores, returns) = (std::mem::take(&mut self.stores), std::mem::take(&mut self.returns));
+        // Fails only when the driver has ended, and then nothing reads the blocks.
+        if !stores.is_empty() {
+            let _ = self.command(Command::Keep(stores));
+        }
+        if !returns.is_empty() {
+            let _ = self.command(Command::Return(returns));
+        }
     }
 
     fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {
@@ -305,6 +394,8 @@ impl Worker for PdWorker {
         if meta.version != StepMeta::VERSION {
             return Err(BadStep { found: meta.version }.into());
         }
+        // Of a step whose end was not told.
+        self.hand_over_blocks();
         self.step.begin(&meta);
         meta.settled.iter().for_each(|request| self.board.progress.forget(request));
         for load in meta.loads {
@@ -312,9 +403,27 @@ impl Worker for PdWorker {
             self.board.progress.begin(&load.request, self.step.layers());
             self.command(Command::Load(load))?;
         }
+        let ready = self.step.ready_before(&meta.saves);
         for save in meta.saves {
             self.command(Command::Lease(save))?;
         }
+        for (transfer, rect) in ready {
+            self.command(Command::Computed { transfer, rect })?;
+        }
+        for restore in meta.tier.restores {
+            self.command(Command::Restore(restore))?;
+        }
+        if !meta.tier.hurried.is_empty() {
+            self.command(Command::Hurry(meta.tier.hurried))?;
+        }
+        for take in meta.tier.takes {
+            self.command(Command::Take(take))?;
+        }
+        for refuse in meta.tier.refusals {
+            self.command(Command::Refuse(refuse))?;
+        }
+        self.stores.extend(meta.tier.stores);
+        self.returns.extend(meta.tier.returns);
         for cancel in meta.cancels {
             self.command(Command::Cancel(cancel))?;
         }
@@ -353,6 +462,7 @@ impl Worker for PdWorker {
         for (transfer, rect) in self.step.all_saved() {
             let _ = self.command(Command::Computed { transfer, rect });
         }
+        self.hand_over_blocks();
     }
 
     fn poll(&mut self) -> StepResults {
@@ -381,6 +491,19 @@ impl Worker for PdWorker {
             }
         }
     }
+}
+
+/// A tier beside a cache, and its threads.
+fn keeping(tier: Arc<dyn Tier>, caches: &Caches, inputs: &Sender<Input>) -> Result<Keeping, ConnectorError> {
+    let memory = Caches::new(tier.memory().clone().into(), caches.shard());
+    let (ours, theirs) = (caches.layout().shape(), memory.layout().shape());
+    let alike = KvShape { blocks: theirs.blocks, ..ours.clone() };
+    if *theirs != alike {
+        let problem = format!("the tier's memory is {theirs:?}, but the cache is {ours:?}; only the blocks may differ");
+        return Err(ConnectorError::Caches { problem });
+    }
+    let threads = TierThreads::start(&tier, inputs)?;
+    Ok(Keeping::new(tier, threads, memory))
 }
 
 /// Tells the model thread that nothing will land any more, however the driver's thread ends.

@@ -14,7 +14,7 @@ use kvferry_protocol::{BlockId, Generation, PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
 
 use super::driver::{Driver, Side};
-use super::jobs::{Job, JobDone, WriteKey};
+use super::jobs::{Job, JobDone, TierJob, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
 use crate::config::Limits;
 use crate::metrics;
@@ -27,6 +27,8 @@ pub(super) struct Posting {
     writes: BTreeMap<WriteKey, Pending>,
     /// Jobs that wait for a slab or for room in the movers' queue.
     jobs: VecDeque<Waiting>,
+    /// Those that wait until none of these is left: what goes back to a peer's tier.
+    later: VecDeque<Waiting>,
     /// Writes that wait for room in the transport.
     ready: VecDeque<(WriteKey, Write)>,
     posted: BTreeMap<PostId, WriteKey>,
@@ -44,8 +46,14 @@ struct Pending {
 
 #[derive(Debug)]
 enum Waiting {
-    Prepare { write: WriteKey, plan: CopyPlan, pack: bool, blocks: Vec<BlockId> },
-    Verify(Job),
+    Prepare {
+        write: WriteKey,
+        plan: CopyPlan,
+        pack: bool,
+        blocks: Vec<BlockId>,
+    },
+    /// Needs no slab.
+    Ready(Job),
 }
 
 impl Posting {
@@ -57,9 +65,20 @@ impl Posting {
             packed_run_bytes: limits.packed_run_bytes,
             writes: BTreeMap::new(),
             jobs: VecDeque::new(),
+            later: VecDeque::new(),
             ready: VecDeque::new(),
             posted: BTreeMap::new(),
         }
+    }
+
+    /// Whether transfers have work that waits for a mover.
+    pub(super) fn has_jobs(&self) -> bool {
+        !self.jobs.is_empty()
+    }
+
+    /// A block is to be copied from the tier: a request waits for it, but others wait longer.
+    pub(super) fn tier_job(&mut self, job: TierJob) {
+        self.jobs.push_back(Waiting::Ready(Job::Tier(job)));
     }
 
     /// Memory of the slabs that are out, and of all, in bytes.
@@ -82,18 +101,19 @@ impl Driver {
             }
             (None, _) => return self.posted(write, PostOutcome::Lost),
         };
-        let blocks = entry.blocks.clone();
+        let (blocks, returns) = (entry.blocks.clone(), entry.returns);
         let threshold = self.posting.packed_run_bytes.unwrap_or(self.transport.capabilities().direct_run_bytes);
         let pack = plan.run_bytes_min() < threshold;
         let bytes = plan.bytes();
         self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });
-        self.posting.jobs.push_back(Waiting::Prepare { write, plan, pack, blocks });
+        let queue = if returns { &mut self.posting.later } else { &mut self.posting.jobs };
+        queue.push_back(Waiting::Prepare { write, plan, pack, blocks });
     }
 
     /// Something landed and wants its digest.
     pub(super) fn verify(&mut self, job: Job) {
         // Verification frees the sender's memory and makes layers visible: it goes before what is to be sent.
-        self.posting.jobs.push_front(Waiting::Verify(job));
+        self.posting.jobs.push_front(Waiting::Ready(job));
     }
 
     /// Moves writes on, as far as slabs, movers and transport have room.
@@ -102,6 +122,14 @@ impl Driver {
             if let Some(waiting) = self.submit(waiting) {
                 self.posting.jobs.push_front(waiting);
                 self.board.metrics.slab_waits_total.add(1);
+                break;
+            }
+        }
+        while self.posting.jobs.is_empty()
+            && let Some(waiting) = self.posting.later.pop_front()
+        {
+            if let Some(waiting) = self.submit(waiting) {
+                self.posting.later.push_front(waiting);
                 break;
             }
         }
@@ -115,7 +143,7 @@ impl Driver {
     /// Hands a job to the movers; gives back what must wait for a slab or for room.
     fn submit(&mut self, waiting: Waiting) -> Option<Waiting> {
         let (write, plan, pack, blocks) = match waiting {
-            Waiting::Verify(job) => return self.movers.submit(job).map(Waiting::Verify),
+            Waiting::Ready(job) => return self.movers.submit(job).map(Waiting::Ready),
             Waiting::Prepare { write, plan, pack, blocks } => (write, plan, pack, blocks),
         };
         if self.posting.writes.get(&write).is_none_or(|pending| pending.cancelled) {
@@ -133,7 +161,7 @@ impl Driver {
         };
         self.movers.submit(Job::Prepare { write, plan, slab, blocks }).map(|job| match job {
             Job::Prepare { write, plan, blocks, .. } => Waiting::Prepare { write, plan, pack, blocks },
-            job @ Job::Verify { .. } => Waiting::Verify(job),
+            job => Waiting::Ready(job),
         })
     }
 
@@ -141,6 +169,8 @@ impl Driver {
         match done {
             JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
             JobDone::Verified { write, digest } => self.digested(write, digest),
+            JobDone::VerifiedTaken { write, digest } => self.taken_digested(write, digest),
+            JobDone::Tier { job, digest } => self.tier_job_done(&job, digest),
         }
     }
 

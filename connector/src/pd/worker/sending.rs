@@ -28,6 +28,8 @@ pub(super) struct Sending {
     pub(super) peer: Option<PeerId>,
     /// The lease was told of the end, and nothing of this part reads the pages.
     pub(super) over: bool,
+    /// It goes back to a peer's tier, rather than on to a decode engine.
+    pub(super) returns: bool,
     /// The lease is over and drained: nothing reads the pages, though the receiver's word may still be awaited.
     pub(super) released: bool,
     /// All blocks of the request so far, from token 0.
@@ -63,6 +65,7 @@ impl Sending {
             readers: save.readers,
             peer: None,
             over: false,
+            returns: false,
             released: false,
             blocks: save.blocks.clone(),
             guards: Vec::new(),
@@ -224,15 +227,18 @@ impl Driver {
         let now = self.now();
         let Some(entry) = self.sending.get_mut(&transfer) else { return };
         entry.over = true;
-        let (lease, elapsed) = (entry.lease, now.since(entry.began));
-        if let (Verdict::Done, Some(first)) = (verdict, entry.first_post) {
+        let (lease, returns, elapsed) = (entry.lease, entry.returns, now.since(entry.began));
+        if let (Verdict::Done, Some(first), false) = (verdict, entry.first_post, returns) {
             let metrics = &self.board.metrics;
             metrics.wire_seconds.observe(now.since(first));
             metrics.exposed_transfer_seconds.observe(now.since(entry.last_computed.max(first)));
         }
         self.count_end(metrics::Side::Send, verdict, elapsed);
         tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "part ended");
-        self.part_sent(lease, transfer);
+        match returns {
+            true => self.return_ended(transfer, verdict),
+            false => self.part_sent(lease, transfer),
+        }
     }
 }
 

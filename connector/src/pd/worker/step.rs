@@ -91,6 +91,20 @@ impl StepProgress {
         }
     }
 
+    /// What the step found in the cache and no step handed over yet, in whole blocks: shared, or brought by a tier.
+    pub(super) fn ready_before(&mut self, saves: &[Save]) -> Vec<(TransferId, Rect)> {
+        let layers = self.first_layer..self.first_layer + self.layers;
+        let mut ready = Vec::new();
+        for save in saves {
+            let end = save.ready / self.tokens_per_block * self.tokens_per_block;
+            let open = self.saves.iter_mut().find(|open| open.transfer == save.transfer && open.tokens.start < end);
+            let Some(open) = open.filter(|open| end < open.tokens.end) else { continue };
+            ready.extend(Rect::new(open.tokens.start..end, layers.clone()).ok().map(|rect| (save.transfer, rect)));
+            open.tokens.start = end;
+        }
+        ready
+    }
+
     /// A layer of this step is in the cache: what may be handed over now. Layers come in order; one that comes out of order is
     /// left to [`StepProgress::all_saved`].
     pub(super) fn layer_saved(&mut self, layer: LayerId) -> Vec<(TransferId, Rect)> {
@@ -171,6 +185,7 @@ mod tests {
             blocks: vec![],
             computed,
             prompt_tokens: 100,
+            ready: 0,
             first,
         };
         StepMeta { saves: vec![save], ..StepMeta::default() }
@@ -197,6 +212,24 @@ mod tests {
         assert!(seen.iter().all(|(tokens, layers)| *tokens == (32..100) && layers.len() == 3));
         assert_eq!(rects(step.all_saved()), [(32..100, 18..20)]);
         assert!(rects(step.all_saved()).is_empty());
+    }
+
+    #[test]
+    fn what_was_there_before_the_step_goes_first_in_whole_blocks() {
+        let mut step = progress(4);
+        let mut meta = save(100, true);
+        meta.saves[0].ready = 70;
+        step.begin(&meta);
+        assert_eq!(rects(step.ready_before(&meta.saves)), [(0..64, 0..4)]);
+        assert_eq!(rects(step.layer_saved(LayerId::new(0))), [(64..100, 0..1)]);
+        assert_eq!(rects(step.all_saved()), [(64..100, 1..4)]);
+        let mut step = progress(4);
+        step.begin(&save(40, true));
+        step.all_saved();
+        let mut meta = save(100, false);
+        meta.saves[0].ready = 40;
+        step.begin(&meta);
+        assert!(step.ready_before(&meta.saves).is_empty(), "all whole blocks before it were handed over");
     }
 
     #[test]

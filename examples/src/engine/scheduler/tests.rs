@@ -45,7 +45,7 @@ impl contract::Scheduler for Scripted {
     fn finished(&mut self, _: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
         self.finished.push(how);
         match self.holds {
-            true => Hold::Until { transfer: TransferId::new(1), blocks: blocks.to_vec() },
+            true => Hold::Until { transfer: Some(TransferId::new(1)), blocks: blocks.to_vec() },
             false => Hold::Free,
         }
     }
@@ -288,4 +288,55 @@ fn a_match_that_is_not_known_yet_is_asked_again_and_blocks_nobody() {
     assert_eq!(step(&mut scheduler, 1, Applied::default()).0, []);
     scheduler.connector().matched = Match::None;
     assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 0, 3, true)]);
+}
+
+fn sharing(matched: Match) -> Scheduler<Scripted> {
+    let scope = kvferry::pool::HashScope { model: "m", tokens_per_block: 4, adapter: None, salt: b"" };
+    scheduler(matched).with_prefix_cache(BlockHasher::new(&scope).unwrap())
+}
+
+#[test]
+fn a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest() {
+    let mut scheduler = sharing(Match::None);
+    scheduler.submit(work(8, 2)).unwrap();
+    assert_eq!(step(&mut scheduler, 8, Applied::default()).0, [sequence("0", 0, 8, true)]);
+    // While the first still runs: its blocks are shared, but the last token is computed.
+    scheduler.submit(work(8, 0)).unwrap();
+    let (both, _) = step(&mut scheduler, 9, Applied::default());
+    assert_eq!(both, [sequence("0", 8, 1, true), sequence("1", 4, 4, false)]);
+    // The answer's own block: tokens 8 and 9 were generated, 10 and 11 are new.
+    let next = Submission { prompt: (0..14).collect(), ..work(0, 1) };
+    scheduler.submit(next).unwrap();
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("2", 8, 6, true)]);
+    let snapshot = scheduler.snapshot();
+    assert_eq!((snapshot.pool.free, snapshot.pool.hit_total, snapshot.computed_prompt_tokens), (10, 3, 8 + 4 + 6));
+}
+
+#[test]
+fn nothing_that_was_lost_or_not_computed_is_shared() {
+    let mut scheduler = sharing(Match::Async(tokens(8)));
+    let first = scheduler.submit(work(8, 1)).unwrap();
+    step(&mut scheduler, 1, Applied::default());
+    scheduler.submit(work(8, 1)).unwrap();
+    scheduler.plan();
+    assert_eq!(scheduler.snapshot().pool.hit_total, 0, "what is still brought is nobody's");
+    let (lost, _) = step(&mut scheduler, 1, failure(&first, 4));
+    assert!(lost.is_empty());
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 4, 4, true)]);
+    scheduler.connector().matched = Match::None;
+    scheduler.submit(Submission { prompt: (0..9).collect(), ..work(0, 1) }).unwrap();
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("2", 8, 1, true)]);
+}
+
+#[test]
+fn what_a_tier_lacks_is_computed_whatever_the_policy() {
+    let mut scheduler = sharing(Match::Async(tokens(8)));
+    scheduler.config.on_load_failure = LoadFailurePolicy::Fail;
+    let first = scheduler.submit(work(10, 1)).unwrap();
+    step(&mut scheduler, 1, Applied::default());
+    let missed = failure(&first, 4).failed;
+    step(&mut scheduler, 1, Applied { missed, ..Applied::default() });
+    assert_eq!(step(&mut scheduler, 1, Applied::default()).0, [sequence("0", 4, 6, true)]);
+    let snapshot = scheduler.snapshot();
+    assert_eq!((snapshot.recomputed_tokens, snapshot.failed_requests), (0, 0));
 }

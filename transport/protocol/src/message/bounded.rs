@@ -88,6 +88,16 @@ bounded_bytes! {
     EngineBytes, "engine message", (1 << 20) - 64
 }
 
+bounded_bytes! {
+    /// Identities of blocks, one after another.
+    HashBytes, "block hashes", 64 * 32
+}
+
+impl HashBytes {
+    /// Bytes of one.
+    pub const EACH: usize = 32;
+}
+
 struct BytesVisitor {
     what: &'static str,
     limit: usize,

@@ -12,6 +12,7 @@
 //! | [`Abort`] | sender | receiver | "I shall send no more, because ...; what is your word?" |
 //! | [`Ended`] | receiver | sender | the receiver's word; it decides |
 //! | [`Ended`] | sender | receiver | the sender ended, too; nothing more will come from it |
+//! | [`Spare`] | sender | receiver | "your tier may keep these blocks": answered by a Grant, or by Ended |
 //! | [`Engine`](Message::Engine) | both | both | opaque to kvferry |
 //!
 //! Only durations cross the wire. Every length is limited, see the constants of each type.
@@ -21,7 +22,7 @@ mod verdict;
 
 use serde::{Deserialize, Serialize};
 
-pub use bounded::{EngineBytes, Missing, OpaqueKey, Text, TooLong, WindowBytes};
+pub use bounded::{EngineBytes, HashBytes, Missing, OpaqueKey, Text, TooLong, WindowBytes};
 pub use verdict::{Failure, Reason, Verdict};
 
 use crate::digest::Digest;
@@ -53,6 +54,8 @@ pub enum Message {
     Engine(EngineBytes),
     /// The sender has nothing to send yet.
     Working(Working),
+    /// The sender has blocks that the receiver's tier may keep.
+    Spare(Spare),
 }
 
 /// The sender's blocks for a transfer: what is leased, computed or still to be computed.
@@ -95,6 +98,20 @@ pub struct Renew {
 pub struct Working {
     /// Which transfer.
     pub transfer: TransferId,
+}
+
+/// The sender has complete blocks of a sequence that the receiver's tier may keep. The receiver grants the part that it wants, or
+/// answers with Ended: a refusal is normal, and cheap.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Spare {
+    /// Which transfer carries them.
+    pub transfer: TransferId,
+    /// The place in the sequence of the first block's first token.
+    pub first_token: u32,
+    /// Tokens in one of the blocks; the hashes say nothing about blocks of another size.
+    pub tokens_per_block: u32,
+    /// The blocks' chained hashes, [`HashBytes::EACH`] bytes each.
+    pub hashes: HashBytes,
 }
 
 /// The receiver withdraws a grant and asks for the sender's word that nothing is posted under it.
@@ -162,6 +179,7 @@ impl Message {
             Self::Stopped(m) => Some(m.transfer),
             Self::Abort(m) => Some(m.transfer),
             Self::Ended(m) => Some(m.transfer),
+            Self::Spare(m) => Some(m.transfer),
         }
     }
 
@@ -179,6 +197,7 @@ impl Message {
             Self::Ended(_) => "Ended",
             Self::Engine(_) => "Engine",
             Self::Working(_) => "Working",
+            Self::Spare(_) => "Spare",
         }
     }
 }

@@ -1,162 +1,267 @@
 //! What must hold after every step, and at the end.
+//!
+//! A step changes one rank or one engine, so only what it touched is looked at: each machine after each of its inputs, each byte
+//! when it leaves, lands, is hashed and is read.
 
-use std::collections::BTreeMap;
-
-use crate::ids::TransferId;
 use crate::message::Verdict;
 use crate::transfer::{Coverage, ReceiverEnd, Rect};
 
-use super::memory::{cells, content};
-use super::node::{EARLY, Key, ReceiverSlot};
-use super::plan::{LAYERS, Request};
+use super::plan::{LAYERS, MS, Plan, Weather};
 use super::world::World;
 
-/// The verdicts of all transfers.
-#[derive(Debug, Default)]
+/// How all transfers and requests ended.
+#[derive(Debug)]
 pub(super) struct Ledger {
-    ends: BTreeMap<TransferId, (Option<Verdict>, Option<Verdict>)>,
+    /// By part: receiver, sender.
+    parts: Vec<(Option<Verdict>, Option<Verdict>)>,
+    /// By request: prefill, decode.
+    requests: Vec<[Progress; 2]>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Unknown,
+    Begun,
+    Ended,
+    /// Its engine crashed meanwhile.
+    Lost,
 }
 
 impl Ledger {
-    pub(super) fn receiver_ended(&mut self, transfer: TransferId, verdict: Verdict) -> Result<(), String> {
-        let ends = self.ends.entry(transfer).or_default();
+    pub(super) fn new(requests: usize, parts: usize) -> Self {
+        Self { parts: vec![(None, None); parts], requests: vec![[Progress::Unknown; 2]; requests] }
+    }
+
+    pub(super) fn receiver_ended(&mut self, part: usize, verdict: &Verdict) -> Result<(), String> {
+        let ends = &mut self.parts[part];
         if let Some(before) = &ends.0 {
-            return Err(format!("invariant 2: the receiver of {transfer} ended twice: {before}, then {verdict}"));
+            return Err(format!("invariant 2: the receiver of part {part} ended twice: {before}, then {verdict}"));
         }
-        ends.0 = Some(verdict);
-        Self::check(transfer, ends)
+        ends.0 = Some(verdict.clone());
+        Self::check(part, ends)
     }
 
-    pub(super) fn sender_ended(&mut self, transfer: TransferId, verdict: Verdict) -> Result<(), String> {
-        let ends = self.ends.entry(transfer).or_default();
+    pub(super) fn sender_ended(&mut self, part: usize, verdict: &Verdict) -> Result<(), String> {
+        let ends = &mut self.parts[part];
         if let Some(before) = &ends.1 {
-            return Err(format!("invariant 2: the sender of {transfer} ended twice: {before}, then {verdict}"));
+            return Err(format!("invariant 2: the sender of part {part} ended twice: {before}, then {verdict}"));
         }
-        if verdict == Verdict::Done && ends.0 != Some(Verdict::Done) {
-            return Err(format!("invariant 2: the sender of {transfer} is done, its receiver is {:?}", ends.0));
+        if *verdict == Verdict::Done && ends.0 != Some(Verdict::Done) {
+            return Err(format!("invariant 2: the sender of part {part} is done, its receiver is {:?}", ends.0));
         }
-        ends.1 = Some(verdict);
-        Self::check(transfer, ends)
+        ends.1 = Some(verdict.clone());
+        Self::check(part, ends)
     }
 
-    fn check(transfer: TransferId, ends: &(Option<Verdict>, Option<Verdict>)) -> Result<(), String> {
+    fn check(part: usize, ends: &(Option<Verdict>, Option<Verdict>)) -> Result<(), String> {
         match ends {
             (Some(receiver), Some(sender)) if !receiver.may_pair_with_sender(sender) => {
-                Err(format!("invariant 2: {transfer}: the receiver is {receiver}, the sender {sender}"))
+                Err(format!("invariant 2: part {part}: the receiver is {receiver}, the sender {sender}"))
             }
             _ => Ok(()),
         }
     }
-}
 
-impl World {
-    pub(super) fn check_step(&self) -> Result<(), String> {
-        for (index, node) in self.nodes.iter().enumerate() {
-            if node.early.len() > EARLY.max_messages {
-                return Err(format!("invariant 7: engine {index} keeps {} early messages", node.early.len()));
-            }
-            for (key, slot) in &node.receivers {
-                if slot.limit < self.now && !slot.finished {
-                    let state = slot.machine.state();
-                    return Err(format!("invariant 2: the receiver of {} is {state} after its deadline", key.1));
-                }
-                if slot.machine.verified().rects().count() > Coverage::MAX_RECTS {
-                    return Err(format!("invariant 7: the receiver of {} keeps too many rectangles", key.1));
-                }
-            }
-            for (key, slot) in &node.senders {
-                if slot.limit < self.now && !slot.finished {
-                    let state = slot.machine.state();
-                    return Err(format!("invariant 2: the sender of {} is {state} after its deadline", key.1));
-                }
-                let (found, limit) = (slot.machine.posts_in_flight(), self.plan.requests[slot.request].posts_in_flight);
-                if found > limit as usize {
-                    return Err(format!("invariant 7: the sender of {} has {found} posts in flight", key.1));
+    pub(super) fn began(&mut self, request: usize, decodes: bool) -> Result<(), String> {
+        match std::mem::replace(&mut self.requests[request][usize::from(decodes)], Progress::Begun) {
+            Progress::Unknown => Ok(()),
+            other => Err(format!("invariant 2: request {request} begins after it was {other:?}")),
+        }
+    }
+
+    pub(super) fn request_ended(&mut self, request: usize, decodes: bool) -> Result<(), String> {
+        match std::mem::replace(&mut self.requests[request][usize::from(decodes)], Progress::Ended) {
+            Progress::Begun => Ok(()),
+            other => Err(format!("invariant 2: request {request} ends after it was {other:?}")),
+        }
+    }
+
+    /// What an engine had begun is lost.
+    pub(super) fn crashed(&mut self, plan: &Plan, engine: usize) {
+        for (request, progress) in plan.requests.iter().zip(&mut self.requests) {
+            for (of, progress) in [request.prefill, request.decode].into_iter().zip(progress) {
+                if of == engine && *progress == Progress::Begun {
+                    *progress = Progress::Lost;
                 }
             }
         }
+    }
+
+    /// A request is done exactly if all its parts are.
+    pub(super) fn check_request(&self, plan: &Plan, request: usize, verdict: &Verdict) -> Result<(), String> {
+        let parts = plan.requests[request].parts.clone();
+        let mut ends = parts.map(|part| self.parts[part].0.as_ref());
+        if ends.clone().any(|end| end.is_none()) {
+            return Err(format!("invariant 2: request {request} is over before all its parts"));
+        }
+        if ends.all(|end| end == Some(&Verdict::Done)) == (*verdict == Verdict::Done) {
+            return Ok(());
+        }
+        Err(format!("invariant 2: request {request} is {verdict}, its parts are not"))
+    }
+}
+
+impl World {
+    /// A machine after an input: within its limits, and somebody owns its end.
+    pub(super) fn check_part(&self, index: usize, part: usize) -> Result<(), String> {
+        let node = &self.nodes[index];
+        if let Some(slot) = node.receivers.get(&part) {
+            let (machine, state) = (&slot.machine, slot.machine.state());
+            if machine.verified().rects().count() > Coverage::MAX_RECTS {
+                return Err(format!("invariant 7: the receiver of part {part} keeps too many rectangles"));
+            }
+            let asked = slot.granting || slot.fencing || slot.hashing > 0;
+            match machine.poll_timeout() {
+                Some((at, _)) if !slot.finished && at > slot.deadline && state != "Stopping" => {
+                    Err(format!("invariant 2: the receiver of part {part}, {state}, forgot its deadline"))
+                }
+                None if !machine.is_closed() && !asked => {
+                    Err(format!("invariant 2: nobody owns the end of the receiver of part {part}, {state}"))
+                }
+                Some(_) | None => Ok(()),
+            }
+        } else if let Some(slot) = node.senders.get(&part) {
+            let (machine, state) = (&slot.machine, slot.machine.state());
+            if machine.poll_timeout().is_none() && !machine.is_closed() && machine.posts_in_flight() == 0 {
+                return Err(format!("invariant 2: nobody owns the end of the sender of part {part}, {state}"));
+            }
+            Ok(())
+        } else {
+            Ok(())
+        }
+    }
+
+    pub(super) fn check_early(&self, index: usize) -> Result<(), String> {
+        let (early, limit) = (&self.nodes[index].early, self.plan.early.0);
+        if early.len() > limit || early.declined_len() > limit {
+            return Err(format!("invariant 7: node {index} keeps {} early messages", early.len()));
+        }
+        Ok(())
+    }
+
+    /// A machine's time is up; its driver may be busy or stopped, but not idle.
+    pub(super) fn check_limit(
+        &mut self,
+        index: usize,
+        incarnation: u64,
+        part: usize,
+        postponed: u32,
+    ) -> Result<(), String> {
+        let node = &self.nodes[index];
+        if node.incarnation != incarnation {
+            return Ok(());
+        }
+        let (open, asked, state) = match (node.receivers.get(&part), node.senders.get(&part)) {
+            (Some(slot), _) => {
+                (!slot.finished, slot.granting || slot.fencing || slot.hashing > 0, slot.machine.state())
+            }
+            (None, Some(slot)) => (!slot.finished, !slot.writes.is_empty(), slot.machine.state()),
+            (None, None) => return Ok(()),
+        };
+        if !open {
+            return Ok(());
+        }
+        let busy = node.stopped_until > self.now || !node.inbox.is_empty() || asked;
+        if !busy || postponed > 30 {
+            return Err(format!("invariant 2: part {part} on node {index} is {state} after its deadline"));
+        }
+        self.limit_later(index, part, 200 * MS, postponed + 1);
         Ok(())
     }
 
     pub(super) fn check_end(&mut self) -> Result<(), String> {
         for (index, node) in self.nodes.iter().enumerate() {
-            if let Some((_, transfer)) = node.receivers.keys().chain(node.senders.keys()).next() {
-                return Err(format!("invariant 2: {transfer} is left over on engine {index}"));
+            if let Some(part) = node.receivers.keys().chain(node.senders.keys()).next() {
+                return Err(format!("invariant 2: part {part} is left over on node {index}"));
             }
-            if !node.pool.is_all_free() {
-                return Err(format!("invariant 4: blocks are left over on engine {index}"));
+            if let Some(request) = node.loads.keys().chain(node.leases.keys()).next() {
+                return Err(format!("invariant 2: request {request} is left over on node {index}"));
             }
             if !node.early.is_empty() {
-                return Err(format!("invariant 7: early messages are left over on engine {index}"));
+                return Err(format!("invariant 7: early messages are left over on node {index}"));
+            }
+            if !node.memory.is_unused() {
+                return Err(format!("invariant 4: pages are left over on node {index}"));
             }
         }
-        if let Some(grant) = self.grants.values().find(|grant| grant.live) {
-            return Err(format!("invariant 4: a grant of {} is left over", grant.transfer));
+        for (engine, plan) in self.engines.iter().zip(&self.plan.engines) {
+            if let Some(left) = engine.left_over(plan.blocks) {
+                return Err(left);
+            }
         }
-        if let Some(write) = self.writes.values().find(|write| !write.ended) {
-            return Err(format!("invariant 4: a post of {} is left over", write.wrote.transfer));
+        if let Some(part) = self.grants.any_live() {
+            return Err(format!("invariant 4: a grant of part {part} is left over"));
         }
-        for request in &self.plan.requests {
-            let ends = self.ledger.ends.get(&request.transfer);
-            let name = |verdict: Option<&Verdict>| verdict.map_or("-", Verdict::name);
-            let pair = (name(ends.and_then(|ends| ends.0.as_ref())), name(ends.and_then(|ends| ends.1.as_ref())));
-            *self.report.verdicts.entry(pair).or_default() += 1;
+        if let Some(part) = self.writes.any_open() {
+            return Err(format!("invariant 4: a post of part {part} is left over"));
+        }
+        if let Some(at) = self.ledger.requests.iter().position(|progress| progress.contains(&Progress::Begun)) {
+            return Err(format!("invariant 2: request {at} never ended"));
+        }
+        self.check_fair()?;
+        for ends in &self.ledger.parts {
+            let name = |verdict: &Option<Verdict>| verdict.as_ref().map_or("-", Verdict::name);
+            *self.report.verdicts.entry((name(&ends.0), name(&ends.1))).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    /// Where nothing happened that may not be survived, everything is done; a sender may have missed the word.
+    fn check_fair(&self) -> Result<(), String> {
+        if self.plan.weather != Weather::Fair {
+            return Ok(());
+        }
+        for (part, ends) in self.ledger.parts.iter().enumerate() {
+            match ends {
+                (Some(Verdict::Done), Some(Verdict::Done | Verdict::Failed(_))) => {}
+                (receiver, sender) => {
+                    return Err(format!("fair weather: part {part} ended as {receiver:?} and {sender:?}"));
+                }
+            }
         }
         Ok(())
     }
 
     /// What a receiver calls good is right, and its blocks are fenced.
-    pub(super) fn check_receiver_end(&self, node: usize, slot: &ReceiverSlot, end: &ReceiverEnd) -> Result<(), String> {
-        let transfer = slot.machine.transfer();
-        let plan = &self.plan.requests[slot.request];
-        if let Some(grant) = slot.keys.values().filter_map(|key| self.grants.get(key)).find(|grant| grant.live) {
-            return Err(format!("invariant 1: {} ended while its grant lives", grant.transfer));
+    pub(super) fn check_receiver_end(&self, index: usize, part: usize, end: &ReceiverEnd) -> Result<(), String> {
+        let Some(slot) = self.nodes[index].receivers.get(&part) else { return Ok(()) };
+        let plan = &self.plan.requests[self.plan.parts[part].request];
+        if slot.grants.values().any(|&grant| self.grants.is_live(grant)) {
+            return Err(format!("invariant 1: part {part} ended while its grant lives"));
         }
         if slot.hashing > 0 {
-            return Err(format!("invariant 4: {transfer} ended while {} writes are being hashed", slot.hashing));
+            return Err(format!("invariant 4: part {part} ended while {} writes are being hashed", slot.hashing));
+        }
+        if slot.finished {
+            // The ledger says so better.
+            return Ok(());
         }
         let good = Coverage::of(&end.good).map_err(|error| error.to_string())?;
         for rect in good.rects() {
-            self.check_content(node, slot, rect, "invariant 8: good")?;
+            let heads = self.plan.parts[part].heads.clone();
+            self.check_cells(index, &slot.blocks, rect, heads, "invariant 8: good")?;
+        }
+        if !good.contains_all(&slot.shown) {
+            return Err(format!("invariant 8: part {part} showed more than it calls good: {end:?}"));
         }
         let wanted = plan.wanted();
         if end.verdict == Verdict::Done && !good.contains(wanted) {
-            return Err(format!("invariant 2: {transfer} is done, but only {:?} is there", end.good));
+            return Err(format!("invariant 2: part {part} is done, but only {:?} is there", end.good));
         }
         if plan.local < end.good_until_token {
             let told = Rect::new(plan.local..end.good_until_token, 0..LAYERS).map_err(|error| error.to_string())?;
             if !good.contains(told) || !wanted.contains(told) {
-                return Err(format!("invariant 8: {transfer} calls tokens good that are not: {end:?}"));
-            }
-        }
-        Ok(())
-    }
-
-    pub(super) fn check_content(&self, node: usize, slot: &ReceiverSlot, rect: Rect, what: &str) -> Result<(), String> {
-        let transfer = slot.machine.transfer();
-        for (token, layer) in cells(rect) {
-            if self.nodes[node].pool.read(&slot.blocks, token, layer)? != content(transfer, token, layer) {
-                return Err(format!("{what}: token {token} layer {layer} of {transfer} is wrong"));
+                return Err(format!("invariant 8: part {part} calls tokens good that are not: {end:?}"));
             }
         }
         Ok(())
     }
 
     /// Nothing of an old incarnation reaches a machine.
-    pub(super) fn check_incarnation(key: Key, bound: Option<u64>, found: u64) -> Result<(), String> {
+    pub(super) fn check_incarnation(part: usize, bound: Option<u64>, found: u64) -> Result<(), String> {
         if bound == Some(found) {
             return Ok(());
         }
-        Err(format!("invariant 5: {} takes a word of incarnation {found}, its peer is {bound:?}", key.1))
-    }
-}
-
-impl Request {
-    pub(super) fn wanted(&self) -> Rect {
-        Rect::new(self.local..self.tokens, 0..LAYERS).expect("local is less than tokens")
-    }
-
-    pub(super) fn held(&self) -> Rect {
-        Rect::new(0..self.held, 0..LAYERS).expect("at least one token is held")
+        Err(format!("invariant 5: part {part} takes a word of incarnation {found}, its peer is {bound:?}"))
     }
 }

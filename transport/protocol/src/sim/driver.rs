@@ -1,14 +1,16 @@
 //! The drivers: one input at a time into a machine, then all its outputs.
 
-use crate::codec;
 use crate::ids::{Generation, TransferId};
-use crate::message::{Message, OpaqueKey, WindowBytes, Wrote};
-use crate::transfer::{GrantRefusal, InputError, ReceiverOutput, Rect, SenderOutput};
+use crate::message::{Message, OpaqueKey, WindowBytes};
+use crate::transfer::{
+    EarlyInput, EarlyState, GrantRefusal, InputError, MessageKind, PostOutcome, ReceiverInput, Rect, SenderInput,
+};
 
 use super::memory::{cells, digest};
-use super::node::{Inbox, Key, peer_id};
-use super::plan::MS;
-use super::world::{DriverBug, Event, World};
+use super::node::{Inbox, PeerView, ReceiverSlot, SenderSlot};
+use super::report::DriverBug;
+use super::versions;
+use super::world::World;
 
 impl World {
     pub(super) fn poll(&mut self, index: usize, incarnation: u64) -> Result<(), String> {
@@ -18,7 +20,7 @@ impl World {
         self.nodes[index].polling = false;
         let Some(input) = self.nodes[index].inbox.pop_front() else { return Ok(()) };
         if self.options.trace {
-            self.report.trace.push(format!("              engine {index} takes {input:?}"));
+            self.report.trace.push(format!("              node {index} takes {input:?}"));
         }
         self.take(index, input)?;
         self.schedule_poll(index);
@@ -29,399 +31,319 @@ impl World {
     fn take(&mut self, index: usize, input: Inbox) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
         match input {
-            Inbox::Up { peer, incarnation, session } => self.up(index, peer, incarnation, session),
-            Inbox::Down { peer } => self.down(index, peer),
-            Inbox::Message { peer, incarnation, bytes } => self.message(index, peer, incarnation, &bytes),
-            Inbox::Landed { peer, incarnation, wrote } => self.landed(index, peer, incarnation, &wrote),
-            Inbox::Posted { key, generation, sequence, outcome } => {
-                let posted =
-                    |slot: &mut super::node::SenderSlot| slot.machine.posted(now, generation, sequence, outcome);
-                self.sender(index, key, "posted", posted)
+            Inbox::Up { link, incarnation, session, version } => self.up(index, link, incarnation, session, version),
+            Inbox::Down { link } => self.down(index, link),
+            Inbox::Message { link, incarnation, bytes } => self.message(index, link, incarnation, &bytes),
+            Inbox::Landed { incarnation, version, wrote } => self.landed(index, incarnation, version, &wrote),
+            Inbox::Posted { part, generation, sequence, outcome } => {
+                let input = match outcome {
+                    PostOutcome::Taken => SenderInput::PostedTaken,
+                    PostOutcome::Lost => SenderInput::PostedLost,
+                };
+                self.sender(index, part, input, |slot| slot.machine.posted(now, generation, sequence, outcome))
             }
-            Inbox::Granted { key, generation, missing } => self.granted(index, key, generation, &missing),
-            Inbox::Fenced { key, generation } => self.fenced(index, key, generation),
-            Inbox::Digested { key, generation, sequence, rect } => {
-                self.digested(index, key, generation, sequence, rect)
+            Inbox::Granted { part, generation, grant } => self.granted(index, part, generation, grant),
+            Inbox::Fenced { part, generation } => self.fenced(index, part, generation),
+            Inbox::Digested { part, generation, sequence, rect } => {
+                self.digested(index, part, generation, sequence, rect)
             }
-            Inbox::Decode { request } => self.begin_decode(index, request),
-            Inbox::Prefill { request } => self.begin_prefill(index, request),
+            Inbox::Begin { request, blocks } => self.begin(index, request, &blocks),
+            Inbox::Decline { request } => self.decline(index, request),
             Inbox::Computed { request, step } => self.compute(index, request, step),
-            Inbox::CancelReceiver { request } => {
-                let plan = &self.plan.requests[request];
-                self.receiver(index, (plan.prefill, plan.transfer), "cancel", |slot| slot.machine.cancel(now))
+            Inbox::Cancel { request } => {
+                self.plan.requests[request].parts.clone().try_for_each(|part| self.cancel_part(index, part))
             }
-            Inbox::CancelSender { request } => {
-                let plan = &self.plan.requests[request];
-                self.sender(index, (plan.decode, plan.transfer), "cancel", |slot| slot.machine.cancel(now))
+            Inbox::Fail { request } => {
+                self.plan.requests[request].parts.clone().try_for_each(|part| self.fail_part(index, part))
             }
-            Inbox::FailSender { request } => {
-                let plan = &self.plan.requests[request];
-                self.sender(index, (plan.decode, plan.transfer), "fail", |slot| slot.machine.fail(now, "no memory"))
+            Inbox::CancelPart { part } => self.cancel_part(index, part),
+            Inbox::FailPart { part } => self.fail_part(index, part),
+            Inbox::Again { link, incarnation, message } => {
+                if self.nodes[index].incarnation == incarnation {
+                    self.send(index, link, *message)
+                } else {
+                    Ok(())
+                }
             }
             Inbox::Timer => self.timer(index),
         }
     }
 
-    fn up(&mut self, index: usize, peer: usize, incarnation: u64, session: u64) -> Result<(), String> {
-        let view = super::node::PeerView { incarnation, session, up: true };
-        let before = self.nodes[index].peers.insert(peer, view);
+    fn cancel_part(&mut self, index: usize, part: usize) -> Result<(), String> {
+        let now = self.nodes[index].clock(self.now);
+        self.receiver(index, part, ReceiverInput::Cancel, |slot| slot.machine.cancel(now))?;
+        self.sender(index, part, SenderInput::Cancel, |slot| slot.machine.cancel(now))
+    }
+
+    fn up(&mut self, index: usize, link: usize, incarnation: u64, session: u64, version: u16) -> Result<(), String> {
+        let peer = self.links[link].ends.iter().copied().find(|&end| end != index).unwrap_or(index);
+        let id = self.peer_id(peer, incarnation);
+        let view = PeerView { id, incarnation, session, version, up: true };
+        let before = self.nodes[index].views.insert(link, view);
         if let Some(old) = before.filter(|old| old.incarnation != incarnation) {
-            self.nodes[index].early.peer_down(&peer_id(peer, old.incarnation));
+            self.nodes[index].early.peer_down(&old.id);
         }
         let now = self.nodes[index].clock(self.now);
-        for key in self.keys_of(index, peer) {
+        for part in self.parts_on(index, link) {
             let node = &self.nodes[index];
-            let bound = node.receivers.get(&key).map(|slot| slot.peer);
-            let bound = bound.or_else(|| node.senders.get(&key).map(|slot| slot.peer)).flatten();
+            let bound = node.receivers.get(&part).map(|slot| slot.peer);
+            let bound = bound.or_else(|| node.senders.get(&part).map(|slot| slot.peer)).flatten();
             if bound.is_some_and(|bound| bound != incarnation) {
-                self.receiver(index, key, "peer_restarted", |slot| slot.machine.peer_restarted(now))?;
-                self.sender(index, key, "peer_restarted", |slot| slot.machine.peer_restarted(now))?;
+                let input = ReceiverInput::PeerRestarted;
+                self.receiver(index, part, input, |slot| slot.machine.peer_restarted(now))?;
+                self.sender(index, part, SenderInput::PeerRestarted, |slot| slot.machine.peer_restarted(now))?;
             } else {
-                self.bind(index, key, incarnation);
-                self.peer_up(index, key, session)?;
+                self.bind(index, part, incarnation);
+                self.peer_up(index, part, session)?;
             }
         }
         Ok(())
     }
 
-    pub(super) fn peer_up(&mut self, index: usize, key: Key, session: u64) -> Result<(), String> {
+    pub(super) fn peer_up(&mut self, index: usize, part: usize, session: u64) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
-        self.receiver(index, key, "peer_up", |slot| slot.machine.peer_up(now, session))?;
-        self.sender(index, key, "peer_up", |slot| slot.machine.peer_up(now, session))
+        self.receiver(index, part, ReceiverInput::PeerUp, |slot| slot.machine.peer_up(now, session))?;
+        self.sender(index, part, SenderInput::PeerUp, |slot| slot.machine.peer_up(now, session))
     }
 
-    fn down(&mut self, index: usize, peer: usize) -> Result<(), String> {
+    fn down(&mut self, index: usize, link: usize) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
-        let Some(view) = self.nodes[index].peers.get_mut(&peer) else { return Ok(()) };
+        let node = &mut self.nodes[index];
+        let Some(view) = node.views.get_mut(&link) else { return Ok(()) };
         view.up = false;
-        let incarnation = view.incarnation;
-        self.nodes[index].early.peer_down(&peer_id(peer, incarnation));
-        for key in self.keys_of(index, peer) {
-            self.receiver(index, key, "peer_down", |slot| slot.machine.peer_down(now))?;
-            self.sender(index, key, "peer_down", |slot| slot.machine.peer_down(now))?;
+        for &part in &self.plan.links[link].parts {
+            let state = node.early.state(&view.id, self.plan.parts[part].transfer);
+            if !matches!(state, EarlyState::Unknown | EarlyState::Full) {
+                self.report.visits.early(state, EarlyInput::PeerDown);
+            }
+        }
+        node.early.peer_down(&view.id);
+        for part in self.parts_on(index, link) {
+            self.receiver(index, part, ReceiverInput::PeerDown, |slot| slot.machine.peer_down(now))?;
+            self.sender(index, part, SenderInput::PeerDown, |slot| slot.machine.peer_down(now))?;
         }
         Ok(())
     }
 
-    fn message(&mut self, index: usize, peer: usize, incarnation: u64, bytes: &[u8]) -> Result<(), String> {
-        let message = codec::decode(bytes).map_err(|error| format!("a message cannot be read: {error}"))?;
-        let current = self.nodes[index].peers.get(&peer).is_some_and(|view| view.up && view.incarnation == incarnation);
+    /// Parts of a link for which there is a machine.
+    fn parts_on(&self, index: usize, link: usize) -> Vec<usize> {
+        let node = &self.nodes[index];
+        let here = |part: &&usize| node.receivers.contains_key(part) || node.senders.contains_key(part);
+        self.plan.links[link].parts.iter().filter(here).copied().collect()
+    }
+
+    fn message(&mut self, index: usize, link: usize, incarnation: u64, bytes: &[u8]) -> Result<(), String> {
+        let Some(view) = self.nodes[index].views.get(&link) else { return Ok(()) };
+        let current = view.up && view.incarnation == incarnation;
         if !current && self.options.driver_bug != Some(DriverBug::OldIncarnationTaken) {
-            self.report.refused += 1;
+            self.report.count("messages of old incarnations refused");
             return Ok(());
         }
-        let Some(transfer) = message.transfer() else { return Ok(()) };
-        self.hand_over(index, (peer, transfer), incarnation, message)
+        let message = versions::decode(view.version, bytes)?;
+        let Some(part) = message.transfer().and_then(|transfer| self.part_of(transfer)) else { return Ok(()) };
+        self.hand_over(index, link, part, incarnation, message)
+    }
+
+    fn part_of(&self, transfer: TransferId) -> Option<usize> {
+        let part = transfer.get() as u64 as usize;
+        self.plan.parts.get(part).filter(|plan| plan.transfer == transfer).map(|_| part)
     }
 
     /// Gives a message to the machine that it is for, or keeps it for one to come.
     pub(super) fn hand_over(
         &mut self,
         index: usize,
-        key: Key,
+        link: usize,
+        part: usize,
         incarnation: u64,
         message: Message,
     ) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
-        let name = message.name();
+        let kind = MessageKind::from(&message);
         // A machine speaks with one incarnation; another one is another peer, even about the same transfer.
         let any = self.options.driver_bug == Some(DriverBug::OldIncarnationTaken);
         let is_peer = |bound: Option<u64>| any || bound == Some(incarnation);
-        if let Some(slot) = self.nodes[index].receivers.get(&key).filter(|slot| is_peer(slot.peer)) {
-            Self::check_incarnation(key, slot.peer, incarnation)?;
-            return self.receiver(index, key, name, |slot| slot.machine.message(now, message));
+        let node = &self.nodes[index];
+        if let Some(slot) = node.receivers.get(&part).filter(|slot| is_peer(slot.peer)) {
+            Self::check_incarnation(part, slot.peer, incarnation)?;
+            return self.receiver(index, part, kind.into(), |slot| slot.machine.message(now, message));
         }
-        if let Some(slot) = self.nodes[index].senders.get(&key).filter(|slot| is_peer(slot.peer)) {
-            Self::check_incarnation(key, slot.peer, incarnation)?;
-            return self.sender(index, key, name, |slot| slot.machine.message(now, message));
+        if let Some(slot) = node.senders.get(&part).filter(|slot| is_peer(slot.peer)) {
+            Self::check_incarnation(part, slot.peer, incarnation)?;
+            return self.sender(index, part, kind.into(), |slot| slot.machine.message(now, message));
         }
-        let answer = self.nodes[index].early.message(now, &peer_id(key.0, incarnation), message);
+        let ends = self.links[link].ends;
+        let peer = self.peer_id(if ends[0] == index { ends[1] } else { ends[0] }, incarnation);
+        let (transfer, early) = (self.plan.parts[part].transfer, &mut self.nodes[index].early);
+        let state = early.state(&peer, transfer);
+        let answer = early.message(now, &peer, message);
+        self.report.visits.early(state, kind.into());
+        self.check_early(index)?;
         match answer {
-            Some(answer) => self.send(index, key.0, &answer),
+            Some(answer) => self.send(index, link, answer),
             None => Ok(()),
         }
     }
 
-    fn landed(&mut self, index: usize, peer: usize, incarnation: u64, wrote: &[u8]) -> Result<(), String> {
-        let wrote = codec::decode_wrote(wrote).map_err(|error| format!("a notification cannot be read: {error}"))?;
-        let key = (peer, wrote.transfer);
+    fn landed(&mut self, index: usize, incarnation: u64, version: u16, wrote: &[u8]) -> Result<(), String> {
+        let wrote = versions::decode_wrote(version, wrote)?;
         let now = self.nodes[index].clock(self.now);
-        if let Some(slot) = self.nodes[index].receivers.get(&key) {
-            Self::check_incarnation(key, slot.peer, incarnation)?;
+        let Some(part) = self.part_of(wrote.transfer) else { return Ok(()) };
+        if let Some(slot) = self.nodes[index].receivers.get(&part) {
+            Self::check_incarnation(part, slot.peer, incarnation)?;
         }
-        self.receiver(index, key, "landed", |slot| slot.machine.landed(now, wrote))
+        self.receiver(index, part, ReceiverInput::Landed, |slot| slot.machine.landed(now, wrote))
     }
 
-    fn granted(&mut self, index: usize, key: Key, generation: Generation, missing: &[Rect]) -> Result<(), String> {
+    fn granted(
+        &mut self,
+        index: usize,
+        part: usize,
+        generation: Generation,
+        grant: Result<u64, GrantRefusal>,
+    ) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
-        let full = self.rng.once_in(60);
-        let Some(slot) = self.nodes[index].receivers.get(&key) else { return Ok(()) };
-        let blocks = slot.blocks.clone();
-        for (token, layer) in missing.iter().flat_map(|&rect| cells(rect)) {
-            if self.nodes[index].pool.is_visible(&blocks, token, layer) {
-                return Err(format!("invariant 3: {} grants token {token} layer {layer}, which is read", key.1));
+        if let Some(slot) = self.nodes[index].receivers.get_mut(&part) {
+            slot.granting = false;
+        }
+        match grant {
+            Ok(grant) => self.receiver(index, part, ReceiverInput::Granted, |slot| {
+                slot.machine.granted(now, generation, OpaqueKey::new(grant.into()), WindowBytes::default())
+            }),
+            Err(why) => {
+                let refused = |slot: &mut ReceiverSlot| slot.machine.grant_refused(now, generation, why);
+                self.receiver(index, part, ReceiverInput::GrantRefused, refused)
             }
         }
-        let made = if full { None } else { self.make_grant(index, key, generation, &blocks) };
-        let Some(grant) = made else {
-            let why =
-                if full { GrantRefusal::Impossible("too many grants".into()) } else { GrantRefusal::NotConnected };
-            return self.receiver(index, key, "grant_refused", |slot| slot.machine.grant_refused(now, generation, why));
-        };
-        self.nodes[index].pool.open(&blocks, Some(generation));
-        self.receiver(index, key, "granted", |slot| {
-            slot.keys.insert(generation, grant);
-            slot.machine.granted(now, generation, OpaqueKey::new(grant.into()), WindowBytes::default())
-        })
     }
 
-    fn fenced(&mut self, index: usize, key: Key, generation: Generation) -> Result<(), String> {
+    fn fenced(&mut self, index: usize, part: usize, generation: Generation) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
+        let heads = self.plan.parts[part].heads.clone();
         let node = &mut self.nodes[index];
-        if let Some(slot) = node.receivers.get(&key).filter(|slot| !slot.finished) {
-            node.pool.open(&slot.blocks, None);
+        if let Some(slot) = node.receivers.get_mut(&part).filter(|slot| !slot.finished) {
+            slot.fencing = false;
+            node.memory.open(&slot.blocks, heads, None);
         }
-        self.receiver(index, key, "fenced", |slot| slot.machine.fenced(now, generation))
+        self.receiver(index, part, ReceiverInput::Fenced, |slot| slot.machine.fenced(now, generation))
     }
 
     fn digested(
         &mut self,
         index: usize,
-        key: Key,
+        part: usize,
         generation: Generation,
         sequence: u32,
         rect: Rect,
     ) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
+        let unhashed = self.rng.once_in(self.plan.odds.unhashed);
+        let heads = self.plan.parts[part].heads.clone();
         let node = &mut self.nodes[index];
-        let Some(slot) = node.receivers.get_mut(&key) else { return Ok(()) };
+        let Some(slot) = node.receivers.get_mut(&part) else { return Ok(()) };
         let mut hashed = Vec::new();
-        for (token, layer) in cells(rect) {
-            hashed.push((token, layer, node.pool.read(&slot.blocks, token, layer)?));
+        for cell in cells(rect, heads) {
+            hashed.push((cell, node.memory.read_for_transfer(&slot.blocks, cell)?));
         }
-        slot.hashing -= 1;
-        if self.rng.once_in(400) {
-            return self.receiver(index, key, "digest_failed", |slot| {
+        slot.hashing = slot.hashing.saturating_sub(1);
+        if unhashed || slot.unhashed {
+            return self.receiver(index, part, ReceiverInput::DigestFailed, |slot| {
                 slot.machine.digest_failed(now, generation, sequence, "the device is gone")
             });
         }
         slot.hashed.insert(rect).map_err(|error| error.to_string())?;
         let found = digest(hashed.into_iter());
-        self.receiver(index, key, "digested", |slot| slot.machine.digested(now, generation, sequence, found))
+        let digested = |slot: &mut ReceiverSlot| slot.machine.digested(now, generation, sequence, found);
+        self.receiver(index, part, ReceiverInput::Digested, digested)
     }
 
     fn timer(&mut self, index: usize) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
-        for (peer, answer) in self.nodes[index].early.timeout(now) {
-            let to = (0..self.nodes.len()).find(|&node| peer_id(node, peer.incarnation.get()) == peer);
-            if let Some(to) = to {
-                self.send(index, to, &answer)?;
+        self.early_timer(index)?;
+        let mut looks = 2 * self.nodes[index].due.len() + 2;
+        while let Some(&(_, part)) = self.nodes[index].due.first().filter(|&&(at, _)| at <= now) {
+            looks -= 1;
+            if looks == 0 {
+                return Err(format!("invariant 2: part {part} is due for ever"));
             }
-        }
-        let due = |timeout: Option<(crate::transfer::Time, &str)>| timeout.is_some_and(|(at, _)| at <= now);
-        let node = &self.nodes[index];
-        let receivers: Vec<Key> =
-            node.receivers.iter().filter(|(_, slot)| due(slot.machine.poll_timeout())).map(|(&key, _)| key).collect();
-        let senders: Vec<Key> =
-            node.senders.iter().filter(|(_, slot)| due(slot.machine.poll_timeout())).map(|(&key, _)| key).collect();
-        for key in receivers {
-            self.receiver(index, key, "timeout", |slot| {
+            self.receiver(index, part, ReceiverInput::Timeout, |slot| {
+                slot.machine.timeout(now);
+                Ok(())
+            })?;
+            self.sender(index, part, SenderInput::Timeout, |slot| {
                 slot.machine.timeout(now);
                 Ok(())
             })?;
         }
-        for key in senders {
-            self.sender(index, key, "timeout", |slot| {
-                slot.machine.timeout(now);
-                Ok(())
-            })?;
+        match self.nodes[index].next_timeout() {
+            Some(at) if at <= now => Err("invariant 2: an early message is due for ever".to_owned()),
+            Some(_) | None => Ok(()),
         }
-        let late = self.nodes[index].next_timeout().filter(|&(at, _)| at <= now);
-        late.map_or(Ok(()), |(_, why)| Err(format!("invariant 2: {why} is due for ever")))
     }
 
-    fn receiver(
-        &mut self,
-        index: usize,
-        key: Key,
-        input: &'static str,
-        give: impl FnOnce(&mut super::node::ReceiverSlot) -> Result<(), InputError>,
-    ) -> Result<(), String> {
-        let Some(slot) = self.nodes[index].receivers.get_mut(&key) else { return Ok(()) };
-        let state = slot.machine.state();
-        let taken = give(slot);
-        self.visit("receiver", state, input, taken.is_err());
-        self.drain(index, key)
-    }
-
-    fn sender(
-        &mut self,
-        index: usize,
-        key: Key,
-        input: &'static str,
-        give: impl FnOnce(&mut super::node::SenderSlot) -> Result<(), InputError>,
-    ) -> Result<(), String> {
-        let Some(slot) = self.nodes[index].senders.get_mut(&key) else { return Ok(()) };
-        let state = slot.machine.state();
-        let taken = give(slot);
-        self.visit("sender", state, input, taken.is_err());
-        self.drain(index, key)
-    }
-
-    pub(super) fn visit(&mut self, side: &'static str, state: &'static str, input: &'static str, ignored: bool) {
-        *self.report.visited.entry((side, state, input)).or_default() += 1;
-        self.report.ignored += u64::from(ignored);
-    }
-
-    fn keys_of(&self, index: usize, peer: usize) -> Vec<Key> {
-        let node = &self.nodes[index];
-        let range = (peer, TransferId::new(0))..=(peer, TransferId::new(u128::MAX));
-        let receivers = node.receivers.range(range.clone()).map(|(&key, _)| key);
-        receivers.chain(node.senders.range(range).map(|(&key, _)| key)).collect()
-    }
-
-    /// Performs all outputs of a machine; drops it when all is over.
-    pub(super) fn drain(&mut self, index: usize, key: Key) -> Result<(), String> {
-        while let Some(output) = self.nodes[index].receivers.get_mut(&key).and_then(|slot| slot.machine.poll_output()) {
-            if self.options.trace {
-                self.report.trace.push(format!("              receiver {}: {output:?}", key.1));
-            }
-            self.receiver_output(index, key, output)?;
-        }
-        while let Some(output) = self.nodes[index].senders.get_mut(&key).and_then(|slot| slot.machine.poll_output()) {
-            if self.options.trace {
-                self.report.trace.push(format!("              sender {}: {output:?}", key.1));
-            }
-            self.sender_output(index, key, output)?;
-        }
+    fn early_timer(&mut self, index: usize) -> Result<(), String> {
+        let now = self.nodes[index].clock(self.now);
         let node = &mut self.nodes[index];
-        node.receivers.retain(|_, slot| !slot.machine.is_closed());
-        node.senders.retain(|_, slot| !slot.machine.is_closed());
-        Ok(())
-    }
-
-    fn receiver_output(&mut self, index: usize, key: Key, output: ReceiverOutput) -> Result<(), String> {
-        let incarnation = self.nodes[index].incarnation;
-        match output {
-            ReceiverOutput::MakeGrant { generation, missing } => {
-                let Some(slot) = self.nodes[index].receivers.get_mut(&key) else { return Ok(()) };
-                if slot.last_generation.is_some_and(|last| generation <= last) {
-                    return Err(format!("invariant 5: {} grants generation {generation} again", key.1));
+        if node.early.poll_timeout().is_none_or(|(at, _)| at > now) {
+            return Ok(());
+        }
+        let mut known = Vec::new();
+        for (&link, view) in &node.views {
+            for &part in &self.plan.links[link].parts {
+                let transfer = self.plan.parts[part].transfer;
+                let state = node.early.state(&view.id, transfer);
+                if !matches!(state, EarlyState::Unknown | EarlyState::Full) {
+                    known.push((view.id.clone(), transfer, state));
                 }
-                slot.last_generation = Some(generation);
-                let wait = self.rng.within(0..4 * MS);
-                self.after(wait, Event::GrantAnswer { node: index, incarnation, key, generation, missing });
             }
-            ReceiverOutput::Send(message) => return self.send(index, key.0, &message),
-            ReceiverOutput::Verify { generation, sequence, rect } => {
-                let Some(slot) = self.nodes[index].receivers.get_mut(&key) else { return Ok(()) };
-                slot.hashing += 1;
-                let wait = self.delay(6);
-                let input = Inbox::Digested { key, generation, sequence, rect };
-                self.after(wait, Event::Input { node: index, incarnation, input });
+        }
+        let answers = node.early.timeout(now);
+        for (id, transfer, before) in known {
+            if node.early.state(&id, transfer) != before {
+                self.report.visits.early(before, EarlyInput::Timeout);
             }
-            ReceiverOutput::Verified(rect) => return self.verified(index, key, rect),
-            ReceiverOutput::Revoke { generation, .. } => {
-                let grant = self.nodes[index].receivers.get(&key).and_then(|slot| slot.keys.get(&generation).copied());
-                let Some(grant) = grant else { return Err(format!("{}: no grant {generation} to revoke", key.1)) };
-                let wait = self.delay(10);
-                self.after(wait, Event::FenceReturns { node: index, incarnation, key, generation, grant });
-            }
-            ReceiverOutput::Finished(end) => {
-                let Some(slot) = self.nodes[index].receivers.get(&key) else { return Ok(()) };
-                self.check_receiver_end(index, slot, &end)?;
-                self.ledger.receiver_ended(key.1, end.verdict)?;
-                let node = &mut self.nodes[index];
-                if let Some(slot) = node.receivers.get_mut(&key) {
-                    slot.finished = true;
-                    node.pool.free(&slot.blocks)?;
-                }
+        }
+        for (_, answer) in answers {
+            if let Some(part) = answer.transfer().and_then(|transfer| self.part_of(transfer)) {
+                self.send(index, self.plan.parts[part].link, answer)?;
             }
         }
         Ok(())
     }
 
-    fn verified(&mut self, index: usize, key: Key, rect: Rect) -> Result<(), String> {
-        let Some(slot) = self.nodes[index].receivers.get(&key) else { return Ok(()) };
-        if !slot.hashed.contains(rect) {
-            return Err(format!("invariant 3: {rect} of {} is visible before it is hashed", key.1));
-        }
-        self.check_content(index, slot, rect, "invariant 3: visible")?;
-        let blocks = slot.blocks.clone();
-        self.nodes[index].pool.show(&blocks, rect);
-        Ok(())
-    }
-
-    fn sender_output(&mut self, index: usize, key: Key, output: SenderOutput) -> Result<(), String> {
-        let (peer, transfer) = key;
-        match output {
-            SenderOutput::Adopt(grant) => {
-                let Some(slot) = self.nodes[index].senders.get_mut(&key) else { return Ok(()) };
-                if slot.adopted.as_ref().is_some_and(|last| grant.generation <= last.generation) {
-                    return Err(format!("invariant 5: {transfer} uses generation {} again", grant.generation));
-                }
-                slot.adopted = Some(grant);
-                slot.posted = crate::transfer::Coverage::new();
-            }
-            SenderOutput::Post { generation, sequence, rect } => {
-                return self.post_checked(index, key, generation, sequence, rect);
-            }
-            SenderOutput::CancelPosts { generation } => self.cancel_posts(index, transfer, generation),
-            SenderOutput::Send(message) => {
-                if let Message::Stopped(stopped) = &message
-                    && self.posts_of(index, transfer, stopped.generation) > 0
-                {
-                    return Err(format!("invariant 1: the sender of {transfer} says stopped while it posts"));
-                }
-                return self.send(index, peer, &message);
-            }
-            SenderOutput::ReleaseLease => {
-                if self.posts_of(index, transfer, Generation::new(u32::MAX)) > 0 {
-                    return Err(format!("invariant 4: the lease of {transfer} is released while posts read it"));
-                }
-                let node = &mut self.nodes[index];
-                let Some(slot) = node.senders.get_mut(&key) else { return Ok(()) };
-                slot.released = true;
-                node.pool.free(&slot.blocks)?;
-            }
-            SenderOutput::Finished(verdict) => {
-                let Some(slot) = self.nodes[index].senders.get_mut(&key) else { return Ok(()) };
-                if !slot.released {
-                    return Err(format!("invariant 4: the sender of {transfer} ended with its lease"));
-                }
-                slot.finished = true;
-                self.ledger.sender_ended(transfer, verdict)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn post_checked(
+    pub(super) fn receiver(
         &mut self,
         index: usize,
-        key: Key,
-        generation: Generation,
-        sequence: u32,
-        rect: Rect,
+        part: usize,
+        input: ReceiverInput,
+        give: impl FnOnce(&mut ReceiverSlot) -> Result<(), InputError>,
     ) -> Result<(), String> {
-        let (peer, transfer) = key;
-        let Some(slot) = self.nodes[index].senders.get_mut(&key) else { return Ok(()) };
-        let Some(grant) = slot.adopted.as_ref().filter(|grant| grant.generation == generation) else {
-            return Err(format!("invariant 5: {transfer} posts under generation {generation}, which is not adopted"));
-        };
-        if !slot.computed.contains(rect) {
-            return Err(format!("invariant 3: {transfer} posts {rect}, which is not computed"));
+        let Some(slot) = self.nodes[index].receivers.get_mut(&part) else { return Ok(()) };
+        let place = (slot.machine.kind(), slot.machine.is_up());
+        let taken = give(slot);
+        let agreed = self.report.visits.receiver(place, input, &taken);
+        self.report.ignored += u64::from(taken.is_err());
+        if self.options.planted.is_none() {
+            agreed?;
         }
-        if slot.posted.overlaps(rect) {
-            return Err(format!("invariant 1: {transfer} posts {rect} again under generation {generation}"));
+        self.drain(index, part)
+    }
+
+    pub(super) fn sender(
+        &mut self,
+        index: usize,
+        part: usize,
+        input: SenderInput,
+        give: impl FnOnce(&mut SenderSlot) -> Result<(), InputError>,
+    ) -> Result<(), String> {
+        let Some(slot) = self.nodes[index].senders.get_mut(&part) else { return Ok(()) };
+        let place = (slot.machine.kind(), slot.machine.is_up());
+        let taken = give(slot);
+        let agreed = self.report.visits.sender(place, input, &taken);
+        self.report.ignored += u64::from(taken.is_err());
+        if self.options.planted.is_none() {
+            agreed?;
         }
-        if !grant.missing.as_slice().iter().any(|missing| missing.contains(rect)) {
-            return Err(format!("invariant 1: {transfer} posts {rect}, which is in no window"));
-        }
-        let grant = u64::try_from(grant.key.get()).unwrap_or(u64::MAX);
-        slot.posted.insert(rect).map_err(|error| error.to_string())?;
-        let source = slot.blocks.clone();
-        let wrote = Wrote { transfer, generation, sequence, rect, digest: crate::Digest::default() };
-        self.post(index, peer, grant, wrote, source)
+        self.drain(index, part)
     }
 }

@@ -1,17 +1,17 @@
-//! One engine with its machines, as the driver sees them.
+//! One rank with its machines, as its driver sees them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::rc::Rc;
 use std::time::Duration;
 
-use crate::ids::{EngineId, Generation, Incarnation, PeerId, PpRank, TpRank, TransferId};
-use crate::message::Grant;
-use crate::transfer::{Coverage, Early, EarlyConfig, PostOutcome, Receiver, Rect, Sender, Time};
+use crate::ids::{Generation, PeerId};
+use crate::message::{Grant, Message, Verdict};
+use crate::transfer::{
+    Coverage, Early, EarlyConfig, GrantRefusal, PostOutcome, Receiver, ReceiverEnd, Rect, Sender, Time,
+};
 
-use super::memory::{Blocks, Pool};
-use super::plan::{LAYERS, NodePlan};
-
-/// A transfer with the engine at the other end.
-pub(super) type Key = (usize, TransferId);
+use super::memory::{Blocks, Memory};
+use super::plan::{Act, Ambush, AmbushState, Plan};
 
 #[derive(Debug)]
 pub(super) struct Node {
@@ -19,102 +19,214 @@ pub(super) struct Node {
     pub(super) alive: bool,
     rate: u64,
     offset: u64,
+    pub(super) pace: u64,
+    /// Its process takes no input until then.
+    pub(super) stopped_until: u64,
     pub(super) inbox: VecDeque<Inbox>,
     /// An event that takes the next input from the inbox is scheduled.
     pub(super) polling: bool,
     /// When the earliest scheduled look at the timers is.
     pub(super) timer_at: Option<u64>,
-    pub(super) peers: BTreeMap<usize, PeerView>,
+    /// When the last word of its engine arrives.
+    pub(super) told_at: u64,
+    /// By link.
+    pub(super) views: BTreeMap<usize, PeerView>,
     pub(super) early: Early,
-    pub(super) pool: Pool,
-    pub(super) receivers: BTreeMap<Key, ReceiverSlot>,
-    pub(super) senders: BTreeMap<Key, SenderSlot>,
+    pub(super) memory: Memory,
+    /// By part.
+    pub(super) receivers: BTreeMap<usize, ReceiverSlot>,
+    pub(super) senders: BTreeMap<usize, SenderSlot>,
+    /// By request.
+    pub(super) loads: BTreeMap<usize, Load>,
+    pub(super) leases: BTreeMap<usize, Leases>,
+    /// When which part's machine is due, on its clock.
+    pub(super) due: BTreeSet<(Time, usize)>,
 }
 
 /// What a driver knows of a peer.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct PeerView {
+    pub(super) id: PeerId,
     pub(super) incarnation: u64,
     pub(super) session: u64,
+    pub(super) version: u16,
     pub(super) up: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct ReceiverSlot {
     pub(super) machine: Receiver,
-    pub(super) request: usize,
     /// The peer's incarnation, once there was a session.
     pub(super) peer: Option<u64>,
-    pub(super) blocks: Blocks,
-    pub(super) keys: BTreeMap<Generation, u64>,
+    pub(super) blocks: Rc<Blocks>,
+    /// The transport's grants.
+    pub(super) grants: BTreeMap<Generation, u64>,
     pub(super) last_generation: Option<Generation>,
     /// Hashed by the driver.
     pub(super) hashed: Coverage,
+    /// Attention may read it.
+    pub(super) shown: Coverage,
+    /// Questions of the machine that wait for their answer.
     pub(super) hashing: u32,
+    /// Nothing more can be hashed.
+    pub(super) unhashed: bool,
+    /// Its grants, fences and hashes take long.
+    pub(super) held: bool,
+    pub(super) granting: bool,
+    pub(super) fencing: bool,
     pub(super) finished: bool,
-    /// It must be finished by then.
-    pub(super) limit: u64,
+    pub(super) deadline: Time,
+    pub(super) due: Option<Time>,
+    pub(super) ambushes: Vec<Ambush>,
 }
 
 #[derive(Debug)]
 pub(super) struct SenderSlot {
     pub(super) machine: Sender,
-    pub(super) request: usize,
     pub(super) peer: Option<u64>,
-    pub(super) blocks: Blocks,
-    pub(super) computed: Coverage,
+    pub(super) blocks: Rc<Blocks>,
     pub(super) adopted: Option<Grant>,
     /// Posted under the adopted grant.
     pub(super) posted: Coverage,
+    /// Posts whose end was not told.
+    pub(super) writes: BTreeSet<u64>,
+    /// Its posts' ends take long.
+    pub(super) held: bool,
     pub(super) released: bool,
     pub(super) finished: bool,
-    pub(super) limit: u64,
+    pub(super) due: Option<Time>,
+    pub(super) ambushes: Vec<Ambush>,
+}
+
+/// What a decode rank takes for one request: a part from each prefill rank that has heads of its own.
+#[derive(Debug)]
+pub(super) struct Load {
+    pub(super) blocks: Rc<Blocks>,
+    pub(super) ends: BTreeMap<usize, Option<ReceiverEnd>>,
+}
+
+/// What a prefill rank lends for one request: a part to each decode rank that wants heads of its own.
+#[derive(Debug)]
+pub(super) struct Leases {
+    pub(super) blocks: Rc<Blocks>,
+    pub(super) computed: Coverage,
+    pub(super) ends: BTreeMap<usize, Option<Verdict>>,
 }
 
 /// One input of a node, in the order in which its driver gets them.
 #[derive(Debug)]
 pub(super) enum Inbox {
-    Up { peer: usize, incarnation: u64, session: u64 },
-    Down { peer: usize },
-    Message { peer: usize, incarnation: u64, bytes: Vec<u8> },
-    Landed { peer: usize, incarnation: u64, wrote: Vec<u8> },
-    Posted { key: Key, generation: Generation, sequence: u32, outcome: PostOutcome },
-    Granted { key: Key, generation: Generation, missing: Vec<Rect> },
-    Fenced { key: Key, generation: Generation },
-    Digested { key: Key, generation: Generation, sequence: u32, rect: Rect },
-    Decode { request: usize },
-    Prefill { request: usize },
-    Computed { request: usize, step: usize },
-    CancelReceiver { request: usize },
-    CancelSender { request: usize },
-    FailSender { request: usize },
+    Up {
+        link: usize,
+        incarnation: u64,
+        session: u64,
+        version: u16,
+    },
+    Down {
+        link: usize,
+    },
+    Message {
+        link: usize,
+        incarnation: u64,
+        bytes: Vec<u8>,
+    },
+    Landed {
+        incarnation: u64,
+        version: u16,
+        wrote: Vec<u8>,
+    },
+    Posted {
+        part: usize,
+        generation: Generation,
+        sequence: u32,
+        outcome: PostOutcome,
+    },
+    /// The transport's grant, or why there is none.
+    Granted {
+        part: usize,
+        generation: Generation,
+        grant: Result<u64, GrantRefusal>,
+    },
+    Fenced {
+        part: usize,
+        generation: Generation,
+    },
+    Digested {
+        part: usize,
+        generation: Generation,
+        sequence: u32,
+        rect: Rect,
+    },
+    /// The engine gave blocks: to load into, or to lend.
+    Begin {
+        request: usize,
+        blocks: Rc<Blocks>,
+    },
+    /// The engine will not take the request.
+    Decline {
+        request: usize,
+    },
+    Computed {
+        request: usize,
+        step: usize,
+    },
+    Cancel {
+        request: usize,
+    },
+    Fail {
+        request: usize,
+    },
+    CancelPart {
+        part: usize,
+    },
+    FailPart {
+        part: usize,
+    },
+    /// The peer says something again: what an ambush asked for.
+    Again {
+        link: usize,
+        incarnation: u64,
+        message: Box<Message>,
+    },
     Timer,
 }
 
-pub(super) const EARLY: EarlyConfig =
-    EarlyConfig { max_messages: 5, max_messages_per_peer: 3, ttl: Duration::from_millis(500) };
-
 impl Node {
-    pub(super) fn new(plan: &NodePlan, incarnation: u64) -> Self {
+    pub(super) fn new(plan: &Plan, index: usize, incarnation: u64, epoch: u64) -> Self {
+        let (node, timing) = (&plan.nodes[index], plan.timing);
+        let engine = &plan.engines[node.engine];
+        let (max_messages, max_messages_per_peer) = plan.early;
+        let ttl = Duration::from_millis(timing.early);
         Self {
             incarnation,
             alive: true,
-            rate: plan.rate,
-            offset: plan.offset,
+            rate: node.rate,
+            offset: node.offset + epoch,
+            pace: node.pace,
+            stopped_until: 0,
             inbox: VecDeque::new(),
             polling: false,
             timer_at: None,
-            peers: BTreeMap::new(),
-            early: Early::new(EARLY),
-            pool: Pool::new(plan.blocks, plan.tokens_per_block, LAYERS),
+            told_at: 0,
+            views: BTreeMap::new(),
+            early: Early::new(EarlyConfig { max_messages, max_messages_per_peer, ttl }),
+            memory: Memory::new(engine.blocks, engine.tokens_per_block, node.heads.clone()),
             receivers: BTreeMap::new(),
             senders: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            leases: BTreeMap::new(),
+            due: BTreeSet::new(),
         }
     }
 
     /// What its clock shows at a moment of the world.
     pub(super) fn clock(&self, world: u64) -> Time {
         Time::since_epoch(Duration::from_micros(self.offset + world * self.rate / 1000))
+    }
+
+    /// The clock jumps forward.
+    pub(super) fn jump(&mut self, by: u64) {
+        self.offset += by;
     }
 
     /// The first moment of the world at which its clock shows `time`.
@@ -125,18 +237,53 @@ impl Node {
     }
 
     /// When something is due, on its clock.
-    pub(super) fn next_timeout(&self) -> Option<(Time, &'static str)> {
-        let receivers = self.receivers.values().filter_map(|slot| slot.machine.poll_timeout());
-        let senders = self.senders.values().filter_map(|slot| slot.machine.poll_timeout());
-        receivers.chain(senders).chain(self.early.poll_timeout()).min()
+    pub(super) fn next_timeout(&self) -> Option<Time> {
+        let machines = self.due.first().map(|&(at, _)| at);
+        machines.into_iter().chain(self.early.poll_timeout().map(|(at, _)| at)).min()
     }
-}
 
-pub(super) fn peer_id(node: usize, incarnation: u64) -> PeerId {
-    PeerId {
-        engine: EngineId::new(&format!("engine-{node}")).expect("a legal name"),
-        incarnation: Incarnation::new(incarnation),
-        pp_rank: PpRank::new(0),
-        tp_rank: TpRank::new(0),
+    /// From now on what a part's driver waits for takes long.
+    pub(super) fn hold(&mut self, part: usize) {
+        if let Some(slot) = self.receivers.get_mut(&part) {
+            slot.held = true;
+        }
+        if let Some(slot) = self.senders.get_mut(&part) {
+            slot.held = true;
+        }
+    }
+
+    pub(super) fn is_held(&self, part: usize) -> bool {
+        let receiver = self.receivers.get(&part).is_some_and(|slot| slot.held);
+        receiver || self.senders.get(&part).is_some_and(|slot| slot.held)
+    }
+
+    /// Notes when a part's machine is due; returns what an ambush does to it now.
+    pub(super) fn note(&mut self, part: usize) -> Option<Act> {
+        let (due, slot_due, ambushes, state, (up, hashes)) = if let Some(slot) = self.receivers.get_mut(&part) {
+            let state = AmbushState::Receiver(slot.machine.kind());
+            (
+                slot.machine.poll_timeout(),
+                &mut slot.due,
+                &mut slot.ambushes,
+                state,
+                (slot.machine.is_up(), slot.hashing > 0),
+            )
+        } else if let Some(slot) = self.senders.get_mut(&part) {
+            let state = AmbushState::Sender(slot.machine.kind());
+            (slot.machine.poll_timeout(), &mut slot.due, &mut slot.ambushes, state, (slot.machine.is_up(), false))
+        } else {
+            return None;
+        };
+        let due = due.map(|(at, _)| at);
+        if *slot_due != due {
+            if let Some(before) = slot_due.take() {
+                self.due.remove(&(before, part));
+            }
+            *slot_due = due;
+            self.due.extend(due.map(|at| (at, part)));
+        }
+        let waits = |ambush: &Ambush| ambush.state == state && ambush.up == up && (hashes || !ambush.hashing);
+        // In their order: only the first lies in wait.
+        if ambushes.first().is_some_and(waits) { Some(ambushes.remove(0).act) } else { None }
     }
 }

@@ -1,115 +1,58 @@
 //! The run: a queue of events in the order of time, and what each of them does.
 
-use std::collections::BTreeMap;
-use std::fmt;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 use crate::ids::Generation;
-use crate::transfer::{Planted, PostOutcome, Rect};
+use crate::transfer::{PostOutcome, Rect};
 
 use super::checks::Ledger;
-use super::network::{GrantRecord, Links, Write};
-use super::node::{Inbox, Key, Node};
-use super::plan::{Crash, MS, Plan};
+use super::links::Link;
+use super::node::{Inbox, Node};
+use super::plan::{Fault, MS, Plan};
+use super::report::{DriverBug, Options, Report, Violation};
 use super::rng::Rng;
-
-/// What a run is to do beside its seed.
-#[derive(Debug, Clone, Default)]
-pub struct Options {
-    /// A bug in every machine.
-    pub planted: Option<Planted>,
-    /// A bug in every driver.
-    pub driver_bug: Option<DriverBug>,
-    /// Keep a line for each step.
-    pub trace: bool,
-}
-
-/// A bug to plant in the drivers.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum DriverBug {
-    /// `fenced` is said, but the grant lives.
-    FenceLies,
-    /// Messages of a peer's old incarnation are handed to the machines.
-    OldIncarnationTaken,
-    /// A machine's timers are never looked at.
-    NoTimers,
-}
-
-/// What a run was.
-#[derive(Debug, Clone, Default)]
-pub struct Report {
-    /// Steps taken.
-    pub steps: u64,
-    /// How often each (side, state, input) was seen.
-    pub visited: BTreeMap<(&'static str, &'static str, &'static str), u64>,
-    /// How many transfers ended in each pair of verdicts (receiver, sender); `-` is a crash or a request that never came.
-    pub verdicts: BTreeMap<(&'static str, &'static str), u64>,
-    /// How many inputs the machines did not take.
-    pub ignored: u64,
-    /// How many messages of old incarnations the drivers refused.
-    pub refused: u64,
-    /// The steps in words, if asked for.
-    pub trace: Vec<String>,
-}
-
-/// An invariant that did not hold.
-#[derive(Debug, Clone, thiserror::Error)]
-pub struct Violation {
-    /// The run's seed.
-    pub seed: u64,
-    /// The step.
-    pub step: u64,
-    /// The moment, in microseconds of the world.
-    pub at_us: u64,
-    /// What did not hold.
-    pub what: String,
-    /// The steps in words, if asked for.
-    pub trace: Vec<String>,
-}
-
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "seed {}, step {}, {} us: {}; replay: ", self.seed, self.step, self.at_us, self.what)?;
-        write!(f, "KVFERRY_SIM_SEED={} cargo test -p kvferry-protocol --features sim --test simulation ", self.seed)?;
-        f.write_str("-- --ignored --nocapture replay")
-    }
-}
+use super::scheduler::{Engine, Step};
+use super::writes::{Grants, Writes};
 
 #[derive(Debug)]
 pub(super) enum Event {
     Connect {
-        link: (usize, usize),
+        link: usize,
     },
     SideUp {
-        link: (usize, usize),
+        link: usize,
         session: u64,
         side: usize,
     },
     SideDown {
-        link: (usize, usize),
+        link: usize,
         session: u64,
         side: usize,
     },
-    Cut {
-        link: (usize, usize),
+    /// The driver hears that its session ended.
+    SideTold {
+        link: usize,
+        session: u64,
+        side: usize,
     },
-    Crash(Crash),
-    Restart {
-        node: usize,
+    /// The driver hears of the first write under a grant that it has not heard of.
+    Notify {
+        grant: u64,
     },
+    /// The first message in the session's queue to a side arrives.
     Deliver {
-        link: (usize, usize),
+        link: usize,
         session: u64,
         side: usize,
-        incarnation: u64,
-        bytes: Vec<u8>,
     },
     Depart {
         write: u64,
-        part: usize,
+        piece: usize,
     },
     Land {
         write: u64,
-        part: usize,
+        piece: usize,
     },
     PostEnds {
         write: u64,
@@ -118,9 +61,16 @@ pub(super) enum Event {
     FenceReturns {
         node: usize,
         incarnation: u64,
-        key: Key,
+        part: usize,
         generation: Generation,
         grant: u64,
+    },
+    GrantAnswer {
+        node: usize,
+        incarnation: u64,
+        part: usize,
+        generation: Generation,
+        missing: Vec<Rect>,
     },
     /// An input reaches the node's inbox, unless the node crashed meanwhile.
     Input {
@@ -128,10 +78,11 @@ pub(super) enum Event {
         incarnation: u64,
         input: Inbox,
     },
-    /// An input of the engine itself: whoever lives there now.
+    /// A step of an engine's scheduler; of one incarnation, or of whoever lives then.
     Engine {
-        node: usize,
-        input: Inbox,
+        engine: usize,
+        incarnation: Option<u64>,
+        step: Step,
     },
     Poll {
         node: usize,
@@ -141,34 +92,65 @@ pub(super) enum Event {
         node: usize,
         incarnation: u64,
     },
-    GrantAnswer {
+    /// A machine must be finished by now.
+    Limit {
         node: usize,
         incarnation: u64,
-        key: Key,
-        generation: Generation,
-        missing: Vec<Rect>,
+        part: usize,
+        postponed: u32,
+    },
+    Fault(Fault),
+    Restart {
+        engine: usize,
     },
 }
 
 #[derive(Debug)]
 pub(super) struct World {
     pub(super) now: u64,
-    queue: BTreeMap<(u64, u64), Event>,
-    next_event: u64,
-    pub(super) next_id: u64,
+    queue: Queue,
     pub(super) rng: Rng,
     pub(super) plan: Plan,
     pub(super) options: Options,
     pub(super) nodes: Vec<Node>,
-    pub(super) links: Links,
-    pub(super) grants: BTreeMap<u64, GrantRecord>,
-    pub(super) writes: BTreeMap<u64, Write>,
+    pub(super) engines: Vec<Engine>,
+    pub(super) links: Vec<Link>,
+    pub(super) grants: Grants,
+    pub(super) writes: Writes,
     pub(super) ledger: Ledger,
     pub(super) report: Report,
 }
 
+/// What will happen, by its time; what happens at one time keeps the order in which it was put in.
+#[derive(Debug, Default)]
+struct Queue {
+    /// When, the how-manieth, and where the event is kept.
+    order: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    events: Vec<Option<Event>>,
+    unused: Vec<usize>,
+    next: u64,
+}
+
+impl Queue {
+    fn push(&mut self, at: u64, event: Event) {
+        let place = self.unused.pop().unwrap_or(self.events.len());
+        match self.events.get_mut(place) {
+            Some(kept) => *kept = Some(event),
+            None => self.events.push(Some(event)),
+        }
+        self.next += 1;
+        self.order.push(Reverse((at, self.next, place)));
+    }
+
+    fn pop(&mut self) -> Option<(u64, Event)> {
+        let Reverse((at, _, place)) = self.order.pop()?;
+        self.unused.push(place);
+        Some((at, self.events[place].take()?))
+    }
+}
+
 /// No run needs more.
-const MAX_STEPS: u64 = 100_000;
+const MAX_STEPS: u64 = 3_000_000;
 
 /// Runs one cluster to its rest.
 ///
@@ -189,47 +171,53 @@ impl World {
     fn new(seed: u64, options: Options) -> Self {
         let mut rng = Rng::new(seed);
         let plan = Plan::draw(&mut rng);
-        let nodes = plan.nodes.iter().map(|node| Node::new(node, 1)).collect();
+        let mut nodes: Vec<Node> =
+            (0..plan.nodes.len()).map(|node| Node::new(&plan, node, 1, options.epoch_us)).collect();
+        nodes.iter_mut().for_each(|node| node.early.plant(options.planted));
+        let engines = plan.engines.iter().map(|engine| Engine::new(engine, 1, engine.versions)).collect();
+        let links = plan.links.iter().map(|link| Link::new(link.ends)).collect();
+        let ledger = Ledger::new(plan.requests.len(), plan.parts.len());
+        let transfers = plan.parts.len() as u64;
+        let report = Report { runs: 1, transfers, most_transfers: transfers, ..Report::default() };
         let mut world = Self {
             now: 0,
-            queue: BTreeMap::new(),
-            next_event: 0,
-            next_id: 0,
+            queue: Queue::default(),
             rng,
             plan,
             options,
             nodes,
-            links: Links::new(),
-            grants: BTreeMap::new(),
-            writes: BTreeMap::new(),
-            ledger: Ledger::default(),
-            report: Report::default(),
+            engines,
+            links,
+            grants: Grants::default(),
+            writes: Writes::default(),
+            ledger,
+            report,
         };
-        world.connect_all();
-        for (at, link) in world.plan.cuts.clone() {
-            world.after(at, Event::Cut { link });
-        }
-        for crash in world.plan.crashes.clone() {
-            world.after(crash.at, Event::Crash(crash));
-        }
-        for (request, plan) in world.plan.requests.clone().into_iter().enumerate() {
-            world.after(plan.decode_at, Event::Engine { node: plan.decode, input: Inbox::Decode { request } });
-            world.after(plan.prefill_at, Event::Engine { node: plan.prefill, input: Inbox::Prefill { request } });
-            for (at, node, input) in [
-                (plan.cancel_decode, plan.decode, Inbox::CancelReceiver { request }),
-                (plan.cancel_prefill, plan.prefill, Inbox::CancelSender { request }),
-                (plan.fail_prefill, plan.prefill, Inbox::FailSender { request }),
-            ] {
-                if let Some(at) = at {
-                    world.after(at, Event::Engine { node, input });
-                }
-            }
-        }
+        world.schedule_plan();
         world
     }
 
+    fn schedule_plan(&mut self) {
+        for link in 0..self.links.len() {
+            let wait = self.rng.within(0..200) * MS;
+            self.after(wait, Event::Connect { link });
+        }
+        for (at, fault) in self.plan.faults.clone() {
+            self.after(at, Event::Fault(fault));
+        }
+        for (request, plan) in self.plan.requests.clone().into_iter().enumerate() {
+            for (at, engine) in [(plan.decode_at, plan.decode), (plan.prefill_at, plan.prefill)] {
+                self.after(at, Event::Engine { engine, incarnation: None, step: Step::Begin { request } });
+            }
+            for (at, decode, whim) in plan.whims {
+                let engine = if decode { plan.decode } else { plan.prefill };
+                self.after(at, Event::Engine { engine, incarnation: None, step: Step::Whim { request, whim } });
+            }
+        }
+    }
+
     fn run(&mut self) -> Result<(), String> {
-        while let Some(((at, _), event)) = self.queue.pop_first() {
+        while let Some((at, event)) = self.queue.pop() {
             self.now = at;
             self.report.steps += 1;
             if self.report.steps > MAX_STEPS {
@@ -238,54 +226,86 @@ impl World {
             if self.options.trace {
                 self.report.trace.push(format!("{at:>9} us  {event:?}"));
             }
-            self.step(event)?;
-            self.check_step()?;
+            match self.resumes_at(&event) {
+                Some(until) => self.after(until - self.now, event),
+                None => self.step(event)?,
+            }
         }
         self.check_end()
     }
 
+    /// When the process that an event needs goes on, if it is stopped.
+    fn resumes_at(&self, event: &Event) -> Option<u64> {
+        let node = match event {
+            Event::SideUp { link, side, .. }
+            | Event::SideDown { link, side, .. }
+            | Event::SideTold { link, side, .. }
+            | Event::Deliver { link, side, .. } => self.links[*link].ends[*side],
+            Event::Depart { write, .. } => self.writes.process_that_sends(*write)?,
+            Event::Land { write, .. } => self.writes.process_that_receives(*write)?,
+            Event::FenceReturns { node, .. } | Event::GrantAnswer { node, .. } | Event::Poll { node, .. } => *node,
+            Event::Connect { link } => {
+                let ends = self.links[*link].ends;
+                return ends.iter().map(|&end| self.nodes[end].stopped_until).max().filter(|&until| until > self.now);
+            }
+            Event::PostEnds { .. }
+            | Event::Notify { .. }
+            | Event::Input { .. }
+            | Event::Engine { .. }
+            | Event::Timer { .. }
+            | Event::Limit { .. }
+            | Event::Fault(_)
+            | Event::Restart { .. } => return None,
+        };
+        Some(self.nodes[node].stopped_until).filter(|&until| until > self.now)
+    }
+
     fn step(&mut self, event: Event) -> Result<(), String> {
         match event {
-            Event::Connect { link } => self.connect(link),
+            Event::Connect { link } => return self.connect(link),
             Event::SideUp { link, session, side } => self.side_up(link, session, side),
             Event::SideDown { link, session, side } => self.side_down(link, session, side),
-            Event::Cut { link } => self.cut(link),
-            Event::Crash(crash) => self.crash(crash),
-            Event::Restart { node } => self.restart(node),
-            Event::Deliver { link, session, side, incarnation, bytes } => {
-                self.deliver(link, session, side, incarnation, bytes);
-            }
-            Event::Depart { write, part } => return self.depart(write, part),
-            Event::Land { write, part } => return self.land(write, part),
+            Event::Deliver { link, session, side } => self.deliver(link, session, side),
+            Event::Depart { write, piece } => return self.depart(write, piece),
+            Event::Land { write, piece } => return self.land(write, piece),
             Event::PostEnds { write, outcome } => self.post_ends(write, outcome),
-            Event::FenceReturns { node, incarnation, key, generation, grant } => {
-                self.fence_returns(node, incarnation, key, generation, grant);
+            Event::FenceReturns { node, incarnation, part, generation, grant } => {
+                self.fence_returns(node, incarnation, part, generation, grant);
             }
-            Event::Input { node, incarnation, input } => {
-                if self.nodes[node].incarnation == incarnation {
-                    self.push(node, input);
-                }
+            Event::GrantAnswer { node, incarnation, part, generation, missing } => {
+                return self.answer_grant(node, incarnation, part, generation, &missing);
             }
-            Event::Engine { node, input } => self.push(node, input),
+            Event::Notify { grant } => {
+                self.notify(grant);
+            }
+            Event::SideTold { link, session, side } => self.side_told(link, session, side),
+            Event::Input { node, incarnation, input } => self.input(node, incarnation, input),
+            Event::Engine { engine, incarnation, step } => return self.engine_step(engine, incarnation, step),
             Event::Poll { node, incarnation } => return self.poll(node, incarnation),
             Event::Timer { node, incarnation } => {
                 if self.nodes[node].incarnation == incarnation {
                     self.nodes[node].timer_at = None;
-                    self.push(node, Inbox::Timer);
                 }
+                self.input(node, incarnation, Inbox::Timer);
             }
-            Event::GrantAnswer { node, incarnation, key, generation, missing } => {
-                if self.nodes[node].incarnation == incarnation {
-                    self.push(node, Inbox::Granted { key, generation, missing });
-                }
+            Event::Limit { node, incarnation, part, postponed } => {
+                return self.check_limit(node, incarnation, part, postponed);
             }
+            Event::Fault(fault) => self.fault(fault),
+            Event::Restart { engine } => self.restart(engine),
         }
         Ok(())
     }
 
     pub(super) fn after(&mut self, wait: u64, event: Event) {
-        self.next_event += 1;
-        self.queue.insert((self.now + wait, self.next_event), event);
+        self.queue.push(self.now + wait, event);
+    }
+
+    /// Puts an input into a node's inbox, unless it is another process by now.
+    pub(super) fn input(&mut self, node: usize, incarnation: u64, input: Inbox) {
+        if self.nodes[node].incarnation == incarnation {
+            self.push(node, input);
+        }
     }
 
     /// Puts an input into a node's inbox; the driver takes one at a time.
@@ -297,13 +317,19 @@ impl World {
         self.schedule_poll(node);
     }
 
+    /// The same, before all that waits there.
+    pub(super) fn push_first(&mut self, node: usize, input: Inbox) {
+        self.nodes[node].inbox.push_front(input);
+        self.schedule_poll(node);
+    }
+
     pub(super) fn schedule_poll(&mut self, node: usize) {
         if self.nodes[node].polling || self.nodes[node].inbox.is_empty() {
             return;
         }
         self.nodes[node].polling = true;
-        let incarnation = self.nodes[node].incarnation;
-        let wait = self.rng.within(0..2 * MS);
+        let (incarnation, pace) = (self.nodes[node].incarnation, self.nodes[node].pace);
+        let wait = self.rng.within(0..pace);
         self.after(wait, Event::Poll { node, incarnation });
     }
 
@@ -311,7 +337,7 @@ impl World {
         if self.options.driver_bug == Some(DriverBug::NoTimers) {
             return;
         }
-        let Some((due, _)) = self.nodes[node].next_timeout() else { return };
+        let Some(due) = self.nodes[node].next_timeout() else { return };
         let at = self.nodes[node].world_time(due).max(self.now);
         if self.nodes[node].timer_at.is_some_and(|scheduled| scheduled <= at) {
             return;
@@ -321,21 +347,22 @@ impl World {
         self.after(at - self.now, Event::Timer { node, incarnation });
     }
 
-    /// An engine is gone with all it knew.
-    fn crash(&mut self, crash: Crash) {
-        let node = crash.node;
-        if !self.nodes[node].alive {
-            return;
+    /// How long a grant, a fence, a hash or the end of a post takes.
+    pub(super) fn work(&mut self, node: usize, part: usize, usual: u64) -> u64 {
+        if self.nodes[node].is_held(part) {
+            return self.rng.within(300..700) * MS;
         }
-        self.drop_sessions(node);
-        let incarnation = self.nodes[node].incarnation;
-        self.nodes[node] = Node::new(&self.plan.nodes[node], incarnation + 1);
-        self.nodes[node].alive = false;
-        self.after(crash.away, Event::Restart { node });
+        if self.rng.once_in(self.plan.odds.slow_work) {
+            return self.rng.within(50..400) * MS;
+        }
+        self.delay(usual)
     }
 
-    fn restart(&mut self, node: usize) {
-        self.nodes[node].alive = true;
-        self.reconnect(node);
+    /// A delay around `usual` milliseconds, now and then a long one.
+    pub(super) fn delay(&mut self, usual: u64) -> u64 {
+        if self.rng.once_in(self.plan.odds.slow) {
+            return self.rng.within(50..700) * MS;
+        }
+        self.rng.within(0..usual * MS)
     }
 }

@@ -6,18 +6,22 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::planted::{Bug, Planted};
+use super::table::EarlyState;
 use super::time::Time;
 use crate::ids::{PeerId, TransferId};
 use crate::message::{Abort, Ended, Message, Reason, Stopped, Verdict, Working};
 
 /// Early messages of all peers, at most one for each (peer, transfer).
 #[derive(Debug)]
+#[cfg_attr(feature = "sim", derive(Clone))]
 pub struct Early {
     config: EarlyConfig,
     kept: BTreeMap<(PeerId, TransferId), Kept>,
     /// Transfers that the engine will not take, and why; as limited as the messages.
     declined: BTreeMap<(PeerId, TransferId), Declined>,
     stats: EarlyStats,
+    bug: Bug,
 }
 
 /// How much is kept, and for how long.
@@ -46,13 +50,13 @@ pub struct EarlyStats {
     pub dropped: u64,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Declined {
     text: String,
     expires: Time,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Kept {
     message: Message,
     expires: Time,
@@ -61,12 +65,13 @@ struct Kept {
 impl Early {
     /// An empty table.
     #[must_use]
-    pub const fn new(config: EarlyConfig) -> Self {
+    pub fn new(config: EarlyConfig) -> Self {
         Self {
             config,
             kept: BTreeMap::new(),
             declined: BTreeMap::new(),
-            stats: EarlyStats { kept: 0, taken: 0, refused: 0, expired: 0, dropped: 0 },
+            stats: EarlyStats::default(),
+            bug: Bug::default(),
         }
     }
 
@@ -117,7 +122,11 @@ impl Early {
                 }
                 None
             }
-            Message::Stopped(_) | Message::Working(_) | Message::Manifest(_) | Message::Engine(_) => {
+            Message::Stopped(_)
+            | Message::Working(_)
+            | Message::Manifest(_)
+            | Message::Spare(_)
+            | Message::Engine(_) => {
                 self.stats.dropped += 1;
                 None
             }
@@ -166,6 +175,9 @@ impl Early {
     /// Gives up what nobody came for; returns what to answer to whom.
     pub fn timeout(&mut self, now: Time) -> Vec<(PeerId, Message)> {
         self.declined.retain(|_, declined| declined.expires > now);
+        if self.bug.is(Planted::EarlyKeptForever) {
+            return Vec::new();
+        }
         let due: Vec<_> =
             self.kept.iter().filter(|(_, kept)| kept.expires <= now).map(|(key, _)| key.clone()).collect();
         let mut answers = Vec::new();
@@ -183,8 +195,29 @@ impl Early {
     /// When [`Early::timeout`] has something to do, and why.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<(Time, &'static str)> {
-        let kept = self.kept.values().map(|kept| kept.expires);
+        let kept = self.kept.values().filter(|_| !self.bug.is(Planted::EarlyKeptForever)).map(|kept| kept.expires);
         kept.chain(self.declined.values().map(|declined| declined.expires)).min().map(|at| (at, "early message"))
+    }
+
+    /// What is known of a transfer with a peer.
+    #[must_use]
+    pub fn state(&self, peer: &PeerId, transfer: TransferId) -> EarlyState {
+        let key = (peer.clone(), transfer);
+        match self.kept.get(&key).map(|kept| &kept.message) {
+            Some(Message::Grant(_)) => EarlyState::KeptGrant,
+            Some(Message::Offer(_)) => EarlyState::KeptOffer,
+            // Nothing else is kept.
+            Some(_) => EarlyState::KeptAbort,
+            None if self.declined.contains_key(&key) => EarlyState::Declined,
+            None if self.has_room(peer) => EarlyState::Unknown,
+            None => EarlyState::Full,
+        }
+    }
+
+    /// How many refusals are remembered.
+    #[must_use]
+    pub fn declined_len(&self) -> usize {
+        self.declined.len()
     }
 
     /// How many messages are kept.
@@ -205,16 +238,26 @@ impl Early {
         self.stats
     }
 
+    /// Plants a bug, so that a test can prove that it is seen.
+    #[cfg(feature = "sim")]
+    pub const fn plant(&mut self, bug: Option<Planted>) {
+        self.bug = Bug::plant(bug);
+    }
+
+    fn has_room(&self, peer: &PeerId) -> bool {
+        let first = (peer.clone(), TransferId::new(0));
+        let last = (peer.clone(), TransferId::new(u128::MAX));
+        let of_peer = self.kept.range(first..=last).count();
+        self.kept.len() < self.config.max_messages && of_peer < self.config.max_messages_per_peer
+    }
+
     fn keep(&mut self, now: Time, key: (PeerId, TransferId), message: Message) -> Option<Message> {
         let expires = now + self.config.ttl;
         if let Some(kept) = self.kept.get_mut(&key) {
             *kept = Kept { message, expires };
             return None;
         }
-        let first = (key.0.clone(), TransferId::new(0));
-        let last = (key.0.clone(), TransferId::new(u128::MAX));
-        let of_peer = self.kept.range(first..=last).count();
-        if self.kept.len() >= self.config.max_messages || of_peer >= self.config.max_messages_per_peer {
+        if !self.has_room(&key.0) && !self.bug.is(Planted::EarlyUnbounded) {
             self.stats.refused += 1;
             return negative(key.1, &message, "too many transfers wait for their request");
         }
@@ -238,6 +281,7 @@ fn negative(transfer: TransferId, message: &Message, text: &str) -> Option<Messa
         | Message::Stopped(_)
         | Message::Ended(_)
         | Message::Working(_)
+        | Message::Spare(_)
         | Message::Engine(_) => None,
     }
 }

@@ -5,17 +5,27 @@
 
 use std::time::Duration;
 
+#[cfg(feature = "sim")]
+use super::table::LeaseInput;
+use super::table::LeaseState;
 use super::time::Time;
 
 /// One promise over the blocks of one transfer to one peer endpoint.
 #[derive(Debug)]
+#[cfg_attr(feature = "sim", derive(Clone))]
 pub struct Lease {
     state: State,
     /// It ends by then, however often it is renewed.
     latest: Time,
     /// Posts that read the blocks.
     reads: u32,
+    #[cfg(feature = "sim")]
+    visits: LeaseVisits,
 }
+
+/// How often a lease was given each input in each state.
+#[cfg(feature = "sim")]
+pub type LeaseVisits = [[u32; LeaseInput::ALL.len()]; LeaseState::ALL.len()];
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
@@ -33,7 +43,13 @@ impl Lease {
     /// Holds the blocks for `ttl` from now, and for at most `max` in all.
     #[must_use]
     pub fn new(now: Time, ttl: Duration, max: Duration) -> Self {
-        Self { state: State::Held { expires: now + ttl.min(max) }, latest: now + max, reads: 0 }
+        Self {
+            state: State::Held { expires: now + ttl.min(max) },
+            latest: now + max,
+            reads: 0,
+            #[cfg(feature = "sim")]
+            visits: LeaseVisits::default(),
+        }
     }
 
     /// Holds the blocks for at least `ttl` from now, within the whole lease's limit; never for less than before.
@@ -41,6 +57,8 @@ impl Lease {
     /// # Errors
     /// [`LeaseOver`].
     pub fn renew(&mut self, now: Time, ttl: Duration) -> Result<(), LeaseOver> {
+        #[cfg(feature = "sim")]
+        self.visit(LeaseInput::Renew);
         match &mut self.state {
             State::Held { expires } => {
                 *expires = (now + ttl).min(self.latest).max(*expires);
@@ -55,6 +73,8 @@ impl Lease {
     /// # Errors
     /// [`LeaseOver`]: the post must not be made.
     pub fn begin_read(&mut self) -> Result<(), LeaseOver> {
+        #[cfg(feature = "sim")]
+        self.visit(LeaseInput::BeginRead);
         match self.state {
             State::Held { .. } => {
                 self.reads += 1;
@@ -66,6 +86,8 @@ impl Lease {
 
     /// Notes that a post ended. Calls beyond [`Lease::begin_read`] do nothing.
     pub fn end_read(&mut self) {
+        #[cfg(feature = "sim")]
+        self.visit(LeaseInput::EndRead);
         self.reads = self.reads.saturating_sub(1);
         match self.state {
             State::Draining if self.reads == 0 => self.state = State::Released,
@@ -75,6 +97,8 @@ impl Lease {
 
     /// Ends the promise: nothing more reads the blocks, and they are free when the last read ends. Again does nothing.
     pub fn release(&mut self) {
+        #[cfg(feature = "sim")]
+        self.visit(LeaseInput::Release);
         match self.state {
             State::Held { .. } if self.reads == 0 => self.state = State::Released,
             State::Held { .. } => self.state = State::Draining,
@@ -95,6 +119,29 @@ impl Lease {
     #[must_use]
     pub fn has_run_out(&self, now: Time) -> bool {
         self.expires().is_some_and(|expires| expires <= now)
+    }
+
+    /// Its state.
+    #[must_use]
+    pub const fn kind(&self) -> LeaseState {
+        match self.state {
+            State::Held { .. } => LeaseState::Held,
+            State::Draining => LeaseState::Draining,
+            State::Released => LeaseState::Released,
+        }
+    }
+
+    /// How often it was given each input in each state.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub const fn visits(&self) -> &LeaseVisits {
+        &self.visits
+    }
+
+    #[cfg(feature = "sim")]
+    const fn visit(&mut self, input: LeaseInput) {
+        let count = &mut self.visits[self.kind() as usize][input as usize];
+        *count = count.saturating_add(1);
     }
 
     /// Whether no read is left and none will come: the blocks are free.

@@ -34,11 +34,14 @@ mod receiver;
 mod rect;
 mod sender;
 mod sequences;
+mod table;
 mod time;
 
 pub use coverage::{Coverage, TooFragmented};
 pub use early::{Early, EarlyConfig, EarlyStats};
 pub use input::{InputCounts, InputError};
+#[cfg(feature = "sim")]
+pub use lease::LeaseVisits;
 pub use lease::{Lease, LeaseOver};
 pub use output::{Order, PostOutcome, ReceiverEnd, ReceiverOutput, SenderOutput};
 #[cfg(feature = "sim")]
@@ -46,4 +49,9 @@ pub use planted::Planted;
 pub use receiver::{GrantRefusal, Receiver, ReceiverConfig, ReceiverConfigError, ReceiverStats};
 pub use rect::{EmptyRect, Rect};
 pub use sender::{Sender, SenderConfig, SenderStats};
+#[cfg(feature = "sim")]
+pub use table::EarlyFit;
+pub use table::{
+    EarlyInput, EarlyState, LeaseInput, LeaseState, MessageKind, ReceiverInput, ReceiverState, SenderInput, SenderState,
+};
 pub use time::Time;

@@ -32,6 +32,54 @@ pub enum Planted {
     OldGrantTaken,
     /// The sender says that nothing is posted while something is.
     StoppedTooEarly,
+    /// The receiver goes on as if its grant were revoked, and does not revoke it.
+    GrantNotRevoked,
+    /// The receiver calls all wanted tokens good, whatever was verified.
+    GoodOverReported,
+    /// The receiver names the moment until when it wants the lease, not how long.
+    AbsoluteTime,
+    /// The sender takes a lease that ran out for released.
+    ExpiryIsRelease,
+    /// The sender waits for the receiver's word without end.
+    NoWordDeadline,
+    /// The sender has one post more in flight than it may.
+    PostsBeyondLimit,
+    /// The receiver waits for yet another session after a cut.
+    RegrantForgotten,
+    /// An early message is kept until somebody comes for it.
+    EarlyKeptForever,
+    /// Early messages are kept beyond their limit.
+    EarlyUnbounded,
+}
+
+#[cfg(feature = "sim")]
+impl Planted {
+    /// All of them.
+    pub const ALL: [Self; 23] = [
+        Self::FinishBeforeFence,
+        Self::VisibleBeforeDigest,
+        Self::DigestIgnored,
+        Self::GenerationReused,
+        Self::VerifiedAskedAgain,
+        Self::AbortIsDone,
+        Self::NoDeadline,
+        Self::FinishedTwice,
+        Self::ReleaseBeforeDrain,
+        Self::DoneWithoutWord,
+        Self::RepostUnderSameGrant,
+        Self::PostUncomputed,
+        Self::OldGrantTaken,
+        Self::StoppedTooEarly,
+        Self::GrantNotRevoked,
+        Self::GoodOverReported,
+        Self::AbsoluteTime,
+        Self::ExpiryIsRelease,
+        Self::NoWordDeadline,
+        Self::PostsBeyondLimit,
+        Self::RegrantForgotten,
+        Self::EarlyKeptForever,
+        Self::EarlyUnbounded,
+    ];
 }
 
 /// The planted bug of one machine, if any.

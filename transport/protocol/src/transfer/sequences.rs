@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 /// A set of numbers that mostly come in order.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Sequences {
     /// All numbers below it were taken.
     next: u32,

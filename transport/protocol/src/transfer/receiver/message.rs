@@ -20,9 +20,12 @@ impl Receiver {
             Message::Stopped(stopped) => self.stopped(now, stopped),
             Message::Abort(abort) => self.abort(now, abort),
             Message::Ended(ended) => self.ended(now, ended),
-            Message::Manifest(_) | Message::Grant(_) | Message::Renew(_) | Message::Stop(_) | Message::Engine(_) => {
-                Err(self.misfit(input))
-            }
+            Message::Manifest(_)
+            | Message::Grant(_)
+            | Message::Renew(_)
+            | Message::Stop(_)
+            | Message::Spare(_)
+            | Message::Engine(_) => Err(self.misfit(input)),
         }
     }
 

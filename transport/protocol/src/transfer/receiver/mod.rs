@@ -16,6 +16,7 @@ use super::output::{Order, ReceiverEnd, ReceiverOutput};
 use super::planted::{Bug, Planted};
 use super::rect::Rect;
 use super::sequences::Sequences;
+use super::table::ReceiverState;
 use super::time::Time;
 use crate::digest::Digest;
 use crate::ids::{Generation, TransferId};
@@ -25,6 +26,7 @@ pub use config::{ReceiverConfig, ReceiverConfigError};
 
 /// The receiving end of one transfer; its module says how it is driven.
 #[derive(Debug)]
+#[cfg_attr(feature = "sim", derive(Clone))]
 pub struct Receiver {
     config: ReceiverConfig,
     state: State,
@@ -80,7 +82,7 @@ struct Landing {
 }
 
 /// The session with the peer.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Link {
     up: bool,
     last_session: Option<u64>,
@@ -163,9 +165,9 @@ impl Receiver {
     /// The session with the peer ended; the transport revoked its grants.
     ///
     /// # Errors
-    /// [`InputError::State`] if none was up.
+    /// [`InputError::State`] if none was up, or all is over.
     pub fn peer_down(&mut self, now: Time) -> Result<(), InputError> {
-        if !self.link.up {
+        if !self.link.up || self.is_closed() {
             return Err(self.misfit("peer_down"));
         }
         self.link.up = false;
@@ -186,10 +188,10 @@ impl Receiver {
     /// # Errors
     /// [`InputError::State`] if all is over.
     pub fn peer_restarted(&mut self, now: Time) -> Result<(), InputError> {
-        self.sender_ended = true;
         match &self.state {
             State::Closed => return Err(self.misfit("peer_restarted")),
             State::Lingering { .. } => {
+                self.sender_ended = true;
                 self.state = State::Closed;
                 return Ok(());
             }
@@ -199,6 +201,7 @@ impl Receiver {
             | State::Stopping { .. }
             | State::Fencing { .. } => {}
         }
+        self.sender_ended = true;
         if self.link.up {
             self.peer_down(now)?;
         }
@@ -230,7 +233,7 @@ impl Receiver {
                 return Ok(());
             }
         };
-        let (transfer, ttl_ms) = (self.config.transfer, self.config.ttl_ms());
+        let (transfer, ttl_ms) = (self.config.transfer, self.ttl_ms(now));
         self.stats.grants += 1;
         self.say(Message::Grant(Grant { transfer, generation, key, ttl_ms, window, missing }));
         self.state = State::Granted {
@@ -310,7 +313,7 @@ impl Receiver {
                 self.end(now, Verdict::failed(Reason::Stalled, format!("nothing verified for {waited:?}")));
             }
             State::Granted { generation, stalled_by, renew_at } if renew_at <= now => {
-                self.say(Message::Renew(Renew { transfer: self.config.transfer, ttl_ms: self.config.ttl_ms() }));
+                self.say(Message::Renew(Renew { transfer: self.config.transfer, ttl_ms: self.ttl_ms(now) }));
                 self.state = State::Granted { generation, stalled_by, renew_at: now + self.config.renew_interval() };
             }
             State::Stopping { generation, ask_until, verdict } if ask_until <= now => {
@@ -374,20 +377,42 @@ impl Receiver {
         self.stats
     }
 
+    /// The state, as far as it decides which input fits.
+    #[must_use]
+    pub const fn kind(&self) -> ReceiverState {
+        match &self.state {
+            State::Waiting => ReceiverState::Waiting,
+            State::Granting { then: None, .. } => ReceiverState::Granting,
+            State::Granting { then: Some(Next::Regrant), .. } => ReceiverState::GrantingRegrant,
+            State::Granting { then: Some(Next::End(_)), .. } => ReceiverState::GrantingEnd,
+            State::Granted { .. } => ReceiverState::Granted,
+            State::Stopping { .. } => ReceiverState::Stopping,
+            State::Fencing { fenced: false, next: Next::Regrant, .. } => ReceiverState::FencingRegrant,
+            State::Fencing { fenced: false, next: Next::End(_), .. } => ReceiverState::FencingEnd,
+            State::Fencing { fenced: true, next: Next::Regrant, .. } => ReceiverState::JudgingRegrant,
+            State::Fencing { fenced: true, next: Next::End(_), .. } => ReceiverState::JudgingEnd,
+            State::Lingering { .. } => ReceiverState::Lingering,
+            State::Closed => ReceiverState::Closed,
+        }
+    }
+
     /// The state's name, for errors, logs and metrics.
     #[must_use]
     pub const fn state(&self) -> &'static str {
-        match &self.state {
-            State::Waiting => "Waiting",
-            State::Granting { then: None, .. } => "Granting",
-            State::Granting { then: Some(_), .. } => "Granting(over)",
-            State::Granted { .. } => "Granted",
-            State::Stopping { .. } => "Stopping",
-            State::Fencing { next: Next::Regrant, .. } => "Fencing(regrant)",
-            State::Fencing { next: Next::End(_), .. } => "Fencing(end)",
-            State::Lingering { .. } => "Lingering",
-            State::Closed => "Closed",
-        }
+        self.kind().name()
+    }
+
+    /// Whether the driver told it of a session that is up.
+    #[must_use]
+    pub const fn is_up(&self) -> bool {
+        self.link.up
+    }
+
+    /// All that it is, but for what it counted: equal before and after an input that is refused.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn snapshot(&self) -> String {
+        format!("{:?}", Self { stats: ReceiverStats::default(), ..self.clone() })
     }
 
     /// Plants a bug, so that a test can prove that it is seen.
@@ -400,7 +425,8 @@ impl Receiver {
 impl Receiver {
     /// Asks for a grant over what is still missing, if its time has come.
     fn try_grant(&mut self, now: Time) {
-        let may = matches!(self.state, State::Waiting) && self.link.up;
+        let forgets = self.generation.is_some() && self.bug.is(Planted::RegrantForgotten);
+        let may = matches!(self.state, State::Waiting) && self.link.up && !forgets;
         if !may || (self.config.order == Order::PrefillFirst && !self.offered) {
             return;
         }
@@ -449,9 +475,12 @@ impl Receiver {
     }
 
     fn fence(&mut self, now: Time, generation: Generation, quiet: bool, next: Next) {
-        self.outputs.push_back(ReceiverOutput::Revoke { generation, quiet });
-        self.state = State::Fencing { generation, fenced: false, next };
-        if self.bug.is(Planted::FinishBeforeFence) {
+        let fenced = self.bug.is(Planted::GrantNotRevoked);
+        if !fenced {
+            self.outputs.push_back(ReceiverOutput::Revoke { generation, quiet });
+        }
+        self.state = State::Fencing { generation, fenced, next };
+        if fenced || self.bug.is(Planted::FinishBeforeFence) {
             self.after_fence(now);
         }
     }
@@ -481,7 +510,8 @@ impl Receiver {
         // Where a set is too shredded to be told, nothing of it counts as good.
         let good = self.verified.minus(&self.tainted).unwrap_or_default();
         let missing = self.config.wanted.minus(&good).unwrap_or_else(|_| self.config.wanted.clone());
-        let good_until_token = missing.first_token().unwrap_or_else(|| self.config.wanted.end_token());
+        let first_missing = missing.first_token().filter(|_| !self.bug.is(Planted::GoodOverReported));
+        let good_until_token = first_missing.unwrap_or_else(|| self.config.wanted.end_token());
         self.say(Message::Ended(Ended { transfer: self.config.transfer, verdict: verdict.clone() }));
         self.state = if self.sender_ended {
             State::Closed
@@ -497,6 +527,13 @@ impl Receiver {
             let ended = Ended { transfer: self.config.transfer, verdict: verdict.clone() };
             self.say(Message::Ended(ended));
         }
+    }
+
+    fn ttl_ms(&self, now: Time) -> u32 {
+        if self.bug.is(Planted::AbsoluteTime) {
+            return (now + self.config.lease_ttl).elapsed().as_millis() as u32;
+        }
+        self.config.ttl_ms()
     }
 
     fn is_complete(&self) -> bool {

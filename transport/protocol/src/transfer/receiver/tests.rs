@@ -318,7 +318,7 @@ fn every_wait_has_an_end() {
         ("no session at the start", waiting, ABSENT, "peer absent", "Lingering"),
         ("no offer", offer, DEADLINE, "deadline", "Lingering"),
         ("no session after a cut", cut, 50 + ABSENT, "peer absent", "Lingering"),
-        ("a grant that is never made", granting, DEADLINE, "deadline", "Granting(over)"),
+        ("a grant that is never made", granting, DEADLINE, "deadline", "Granting(end)"),
         ("a fence before a new grant", regrant, DEADLINE, "deadline", "Fencing(end)"),
     ] {
         let mut receiver = setup();

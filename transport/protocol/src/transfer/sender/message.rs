@@ -28,6 +28,7 @@ impl Sender {
             | Message::Working(_)
             | Message::Stopped(_)
             | Message::Abort(_)
+            | Message::Spare(_)
             | Message::Engine(_) => Err(self.misfit(input)),
         }
     }

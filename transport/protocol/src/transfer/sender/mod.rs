@@ -12,9 +12,12 @@ use std::collections::{BTreeMap, VecDeque};
 use super::coverage::Coverage;
 use super::input::{InputCounts, InputError};
 use super::lease::Lease;
+#[cfg(feature = "sim")]
+use super::lease::LeaseVisits;
 use super::output::{Order, PostOutcome, SenderOutput};
 use super::planted::{Bug, Planted};
 use super::rect::Rect;
+use super::table::SenderState;
 use super::time::Time;
 use crate::ids::{Generation, TransferId};
 use crate::message::{Abort, Ended, Message, Offer, Reason, Stopped, Verdict};
@@ -23,6 +26,7 @@ pub use config::SenderConfig;
 
 /// The sending end of one transfer; its module says how it is driven.
 #[derive(Debug)]
+#[cfg_attr(feature = "sim", derive(Clone))]
 pub struct Sender {
     config: SenderConfig,
     state: State,
@@ -61,7 +65,7 @@ pub struct SenderStats {
 }
 
 /// The session with the peer.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Link {
     up: bool,
     last_session: Option<u64>,
@@ -145,9 +149,9 @@ impl Sender {
     /// The session with the peer ended; all posts to it have ended, or will with [`PostOutcome::Lost`].
     ///
     /// # Errors
-    /// [`InputError::State`] if none was up.
+    /// [`InputError::State`] if none was up, or all is over.
     pub fn peer_down(&mut self, now: Time) -> Result<(), InputError> {
-        if !self.link.up {
+        if !self.link.up || self.is_closed() {
             return Err(self.misfit("peer_down"));
         }
         self.link.up = false;
@@ -165,15 +169,24 @@ impl Sender {
         Ok(())
     }
 
-    /// The peer's engine restarted: its word will never come.
+    /// The peer's engine restarted: its word will never come. An end that is decided stands.
     ///
     /// # Errors
-    /// [`InputError::State`] if the end is already decided.
+    /// [`InputError::State`] if all is over.
     pub fn peer_restarted(&mut self, now: Time) -> Result<(), InputError> {
+        if self.is_closed() {
+            return Err(self.misfit("peer_restarted"));
+        }
         if self.link.up {
             self.peer_down(now)?;
         }
-        self.no_word("the receiver's engine started anew", "peer_restarted")
+        match &self.state {
+            State::Waiting { .. } | State::Granted { .. } | State::Aborting { .. } => {
+                self.decide(Verdict::failed(Reason::NoWord, "the receiver's engine started anew"));
+            }
+            State::Ending { .. } | State::Closed => {}
+        }
+        Ok(())
     }
 
     /// The engine computed these cells, and their bytes may be read.
@@ -259,6 +272,10 @@ impl Sender {
     /// Does what is due by `now`.
     pub fn timeout(&mut self, now: Time) {
         if self.lease.has_run_out(now) {
+            if self.bug.is(Planted::ExpiryIsRelease) && !self.lease_reported {
+                self.lease_reported = true;
+                self.outputs.push_back(SenderOutput::ReleaseLease);
+            }
             self.abort(now, Verdict::failed(Reason::LeaseExpired, "the lease ran out and was not renewed"));
         }
         let absent = self.link.absent_by.is_some_and(|by| by <= now);
@@ -267,6 +284,7 @@ impl Sender {
                 let text = format!("no session with the receiver for {:?}", self.config.absent);
                 self.decide(Verdict::failed(Reason::NoWord, text));
             }
+            _ if self.bug.is(Planted::NoWordDeadline) => {}
             State::Waiting { word_by: Some(by) } | State::Granted { word_by: Some(by), .. } if *by <= now => {
                 let text = format!("the receiver was silent for {:?}", self.config.word);
                 self.decide(Verdict::failed(Reason::NoWord, text));
@@ -293,7 +311,7 @@ impl Sender {
             State::Aborting { word_by, .. } => Some(*word_by),
             State::Ending { .. } | State::Closed => return None,
         };
-        let word = word.map(|by| (by, "receiver's word"));
+        let word = word.filter(|_| !self.bug.is(Planted::NoWordDeadline)).map(|by| (by, "receiver's word"));
         lease.into_iter().chain(absent).chain(word).min()
     }
 
@@ -326,18 +344,44 @@ impl Sender {
         self.stats
     }
 
+    /// The state, as far as it decides which input fits.
+    #[must_use]
+    pub const fn kind(&self) -> SenderState {
+        match &self.state {
+            State::Waiting { word_by: None } => SenderState::Waiting,
+            State::Waiting { word_by: Some(_) } => SenderState::WaitingWord,
+            State::Granted { word_by: None, .. } => SenderState::Granted,
+            State::Granted { word_by: Some(_), .. } => SenderState::GrantedPosted,
+            State::Aborting { .. } => SenderState::Aborting,
+            State::Ending { .. } => SenderState::Ending,
+            State::Closed => SenderState::Closed,
+        }
+    }
+
     /// The state's name, for errors, logs and metrics.
     #[must_use]
     pub const fn state(&self) -> &'static str {
-        match &self.state {
-            State::Waiting { word_by: None } => "Waiting",
-            State::Waiting { word_by: Some(_) } => "Waiting(word)",
-            State::Granted { word_by: None, .. } => "Granted",
-            State::Granted { word_by: Some(_), .. } => "Granted(all posted)",
-            State::Aborting { .. } => "Aborting",
-            State::Ending { .. } => "Ending",
-            State::Closed => "Closed",
-        }
+        self.kind().name()
+    }
+
+    /// Whether the driver told it of a session that is up.
+    #[must_use]
+    pub const fn is_up(&self) -> bool {
+        self.link.up
+    }
+
+    /// How often its lease was given each input in each state.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub const fn lease_visits(&self) -> &LeaseVisits {
+        self.lease.visits()
+    }
+
+    /// All that it is, but for what it counted: equal before and after an input that is refused.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn snapshot(&self) -> String {
+        format!("{:?}", Self { stats: SenderStats::default(), ..self.clone() })
     }
 
     /// Plants a bug, so that a test can prove that it is seen.
@@ -352,7 +396,8 @@ impl Sender {
     fn post(&mut self, now: Time) {
         let State::Granted { generation, word_by } = self.state else { return };
         let uncomputed = self.bug.is(Planted::PostUncomputed);
-        while self.in_flight.len() < self.config.max_posts_in_flight.get() as usize {
+        let beyond = usize::from(self.bug.is(Planted::PostsBeyondLimit));
+        while self.in_flight.len() < self.config.max_posts_in_flight.get() as usize + beyond {
             let source = if uncomputed { &self.asked } else { &self.ready };
             let Some(rect) = source.first().map(|rect| self.config.first_post(self.inside_a_window(rect))) else {
                 break;
@@ -418,16 +463,6 @@ impl Sender {
         self.lease.release();
         self.settle();
         true
-    }
-
-    fn no_word(&mut self, text: &str, input: &'static str) -> Result<(), InputError> {
-        match &self.state {
-            State::Waiting { .. } | State::Granted { .. } | State::Aborting { .. } => {
-                self.decide(Verdict::failed(Reason::NoWord, text));
-                Ok(())
-            }
-            State::Ending { .. } | State::Closed => Err(self.misfit(input)),
-        }
     }
 
     /// The verdict is known: what is posted drains, then all is over.
