@@ -27,6 +27,8 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
     };
     let key = ClusterKey::new(psk.expose()).map_err(|error| refuse("psk_file", error.to_string()))?;
     let defaults = TcpConfigFile::default();
+    // At most an hour, so it fits. Four words are due in the time after which silence is believed.
+    let silence_ms = config.deadlines().silence.as_millis() as u64;
     let file = TcpConfigFile {
         listen: network.listen,
         advertise: network.advertise,
@@ -35,6 +37,9 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
         // Restarts, replicas and ranks must not dial in step: the incarnation is drawn anew by each engine.
         redial_seed: config.peer().incarnation.get().rotate_left(config.peer().tp_rank.get().into()),
         link_gbps: network.link_gbps,
+        stall_ms: silence_ms,
+        keepalive_ms: defaults.keepalive_ms.min(silence_ms / 4),
+        handshake_ms: defaults.handshake_ms.min(silence_ms),
         ..defaults
     };
     let tcp =

@@ -242,6 +242,43 @@ fn peers_that_would_wait_for_each_other_are_refused_by_name() {
 }
 
 #[test]
+fn a_prompt_that_is_given_up_before_its_first_chunk_ends_the_load_at_once() {
+    for (order, granted, named) in [
+        ("decode-first", true, true),
+        ("decode-first", true, false),
+        ("decode-first", false, true),
+        ("prefill-first", false, true),
+    ] {
+        let network = LoopbackNetwork::new();
+        let make = loopback(&network, FaultPlan::NONE);
+        // Longer than a test waits: only prefill's word can end the load.
+        let extra = "transfer_deadline_ms = 600000\nprogress_deadline_ms = 600000";
+        let (mut prefill, mut decode) =
+            engines(&Setup { extra, order, ..Setup::prefill() }, &Setup { extra, order, ..Setup::decode() }, &make);
+        let request = fetch("d", 1, 40, prefill.address());
+        let blocks = decode.blocks(0, 40);
+        start_load(&mut decode, &request, &blocks, 0);
+        let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+        if granted {
+            // The grant follows the question.
+            let deadline = std::time::Instant::now() + PATIENCE;
+            while prefill.metrics.snapshot().early_grants_live == 0 {
+                assert!(std::time::Instant::now() < deadline);
+                std::thread::yield_now();
+            }
+        }
+        let source = keep("p", 1, 40, named.then_some(peer));
+        let source_blocks = prefill.blocks(0, 40);
+        prefill.scheduler.allocated(&source, &source_blocks, 0, 0).unwrap();
+        assert!(matches!(prefill.finish(&source, &source_blocks, EngineFinish::Aborted), Hold::Until { .. }));
+        prefill.idle_until("the release", |applied| applied.released.len() == 1);
+        let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+        assert!(applied.failed[0].reason.contains("gave the request up"), "{}", applied.failed[0].reason);
+        wait_until_free(&mut prefill, &mut decode);
+    }
+}
+
+#[test]
 fn the_longest_question_arrives_and_a_longer_one_fails_at_once() {
     let network = LoopbackNetwork::new();
     let make = loopback(&network, FaultPlan::NONE);

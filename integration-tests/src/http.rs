@@ -51,11 +51,19 @@ pub(crate) fn get(node: SocketAddr, path: &str) -> Result<String, HttpError> {
 
 /// Sends a request and hangs up without waiting.
 pub(crate) fn send_and_hang_up(node: SocketAddr, prompt: &[u32], max_tokens: u32) -> TcpStream {
+    try_send_and_hang_up(node, prompt, max_tokens).expect("the node listens and reads")
+}
+
+/// The same to a node that may be gone.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn try_send_and_hang_up(node: SocketAddr, prompt: &[u32], max_tokens: u32) -> std::io::Result<TcpStream> {
     let body = json!({ "prompt": prompt, "max_tokens": max_tokens, "stream": true }).to_string();
-    let mut stream = TcpStream::connect(node).expect("the node listens");
-    stream.write_all(head("POST", "/v1/completions", &body).as_bytes()).expect("the node reads");
-    stream.write_all(body.as_bytes()).expect("the node reads");
-    stream
+    let mut stream = TcpStream::connect(node)?;
+    stream.write_all(head("POST", "/v1/completions", &body).as_bytes())?;
+    stream.write_all(body.as_bytes())?;
+    Ok(stream)
 }
 
 fn head(method: &str, path: &str, body: &str) -> String {

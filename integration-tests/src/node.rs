@@ -1,9 +1,14 @@
 //! A node as a child process.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Resource, Rlimit, Signal};
 
 use serde_json::Value;
 
@@ -15,16 +20,17 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How a node is started.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    program: &'static str,
+    program: PathBuf,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
+    is_quiet: bool,
 }
 
 impl Setup {
     /// A node of the embedded model with short deadlines, as `program` (the test crate's binary `node`).
     #[must_use]
-    pub fn new(program: &'static str) -> Self {
-        Self { program, arguments: Vec::new(), environment: Vec::new() }
+    pub fn new(program: impl Into<PathBuf>) -> Self {
+        Self { program: program.into(), arguments: Vec::new(), environment: Vec::new(), is_quiet: false }
             .env("KVFERRY_PSK", "a key for the whole cluster")
             .env("KVFERRY_TRANSFER_DEADLINE_MS", "20000")
             .env("KVFERRY_ABSENT_DEADLINE_MS", "1500")
@@ -40,11 +46,32 @@ impl Setup {
         self
     }
 
+    /// Does not repeat what nodes log.
+    #[must_use]
+    pub fn quiet(mut self, is_quiet: bool) -> Self {
+        self.is_quiet = is_quiet;
+        self
+    }
+
     /// Sets an environment variable.
     #[must_use]
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
+    }
+
+    /// What a prefill node says that does not start.
+    ///
+    /// # Panics
+    /// If it starts.
+    #[must_use]
+    pub fn refusal(&self) -> String {
+        let mut command = Command::new(&self.program);
+        command.arg("prefill").args(&self.arguments).arg("--exit-with-stdin");
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        let output = command.stdin(Stdio::null()).output().expect("the node's binary was built with this test");
+        assert!(!output.status.success(), "it started");
+        String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
     /// Starts a prefill node on a free port.
@@ -62,7 +89,14 @@ impl Setup {
     /// Starts a decode node that asks the prefill node at `address`.
     #[must_use]
     pub fn decode(&self, address: SocketAddr) -> Node {
-        Node::start(self, "decode", &format!("--http 127.0.0.1:0 --prefill {address}"), "http")
+        self.decode_of(&[address])
+    }
+
+    /// Starts a decode node that asks the prefill nodes at `addresses` in turn.
+    #[must_use]
+    pub fn decode_of(&self, addresses: &[SocketAddr]) -> Node {
+        let list: Vec<_> = addresses.iter().map(SocketAddr::to_string).collect();
+        Node::start(self, "decode", &format!("--http 127.0.0.1:0 --prefill {}", list.join(",")), "http")
     }
 }
 
@@ -72,26 +106,42 @@ pub struct Node {
     child: Child,
     http: SocketAddr,
     transfer: Option<SocketAddr>,
+    log: Arc<Log>,
+}
+
+/// The lines that a node wrote to standard error.
+#[derive(Debug, Default)]
+struct Log(Mutex<LogState>);
+
+#[derive(Debug, Default)]
+struct LogState {
+    /// The last ones.
+    lines: VecDeque<String>,
+    /// Lines at ERROR, and what a panic says.
+    errors: Vec<String>,
 }
 
 impl Node {
     fn start(setup: &Setup, role: &str, arguments: &str, http: &str) -> Self {
-        let mut child = Command::new(setup.program)
+        let mut child = Command::new(&setup.program)
             .arg(role)
             .args(arguments.split_whitespace())
             .args(&setup.arguments)
             .arg("--exit-with-stdin")
+            .env("NO_COLOR", "1")
             .envs(setup.environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .spawn()
             .expect("the node's binary was built with this test");
+        let log = Log::of(&mut child, role, setup.is_quiet);
         let mut line = String::new();
         let stdout = child.stdout.take().expect("piped");
         BufReader::new(stdout).read_line(&mut line).expect("the node speaks");
         let said: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{role} said {line:?}"));
         let address = |field: &str| said[field].as_str().map(|text| text.parse().expect("an address"));
-        Self { http: address(http).expect("it serves HTTP"), transfer: address("transfer"), child }
+        Self { http: address(http).expect("it serves HTTP"), transfer: address("transfer"), child, log }
     }
 
     /// Where peers' connectors reach it.
@@ -150,9 +200,104 @@ impl Node {
     /// Waits until nothing is held.
     ///
     /// # Panics
-    /// If something stays.
+    /// If something stays, or if the node has logged at ERROR.
     pub fn wait_until_free(&self, who: &str) {
         wait_until(&format!("{who} holds nothing"), || self.held() == 0.0);
+        self.assert_calm(who);
+    }
+
+    /// # Panics
+    /// If the node has logged at ERROR, or panicked.
+    pub fn assert_calm(&self, who: &str) {
+        let errors = self.log.lock().errors.clone();
+        assert!(errors.is_empty(), "{who} logged {errors:#?}");
+    }
+
+    /// How many of the lines that it logged contain a text; of the last ten thousand.
+    #[must_use]
+    pub fn logged(&self, text: &str) -> usize {
+        self.log.lock().lines.iter().filter(|line| line.contains(text)).count()
+    }
+
+    /// File descriptors that the process has open.
+    ///
+    /// # Panics
+    /// If there is no process any more.
+    #[must_use]
+    pub fn descriptors(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).expect("it runs").count()
+    }
+
+    /// Threads of the process.
+    ///
+    /// # Panics
+    /// If there is no process any more.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it runs").count()
+    }
+
+    /// Its memory, in KiB.
+    ///
+    /// # Panics
+    /// If there is no process any more.
+    #[must_use]
+    pub fn resident_kib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the kernel tells it");
+        line.trim().trim_end_matches(" kB").parse().expect("a number")
+    }
+
+    /// CPU time that it used, in clock ticks of a hundredth of a second.
+    ///
+    /// # Panics
+    /// If there is no process any more.
+    #[must_use]
+    pub fn cpu_ticks(&self) -> u64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it runs");
+        // The second field is a name in parentheses; utime and stime are the 14th and 15th of all.
+        let (_, rest) = stat.rsplit_once(") ").expect("a name");
+        rest.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().expect("a number")).sum()
+    }
+
+    /// Stops it as a frozen process stops; it keeps all it has.
+    ///
+    /// # Panics
+    /// If the system refuses.
+    pub fn stop(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    /// Lets it go on after [`Node::stop`].
+    ///
+    /// # Panics
+    /// If the system refuses.
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(self.pid(), signal).expect("a child can be signalled");
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Limits how many file descriptors it may have open, from now on.
+    ///
+    /// # Panics
+    /// If the system refuses.
+    pub fn limit_descriptors(&self, most: u64) {
+        let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
+        let limit = Rlimit { current: Some(most), maximum };
+        rustix::process::prlimit(Some(self.pid()), Resource::Nofile, limit).expect("a child can be limited");
+    }
+
+    /// Where it serves HTTP.
+    #[must_use]
+    pub fn http_address(&self) -> SocketAddr {
+        self.http
     }
 
     /// Kills it with SIGKILL: it says no word to anybody.
@@ -160,8 +305,42 @@ impl Node {
     /// # Panics
     /// If the system refuses.
     pub fn kill(mut self) {
+        self.kill_now();
+    }
+
+    pub(crate) fn kill_now(&mut self) {
         self.child.kill().expect("a child can be killed");
         self.child.wait().expect("a child can be waited for");
+    }
+}
+
+impl Log {
+    /// Reads what a child says, repeats it for the test's own output, and keeps what a person would have to look at.
+    fn of(child: &mut Child, role: &str, is_quiet: bool) -> Arc<Self> {
+        let log = Arc::new(Self::default());
+        let stderr = child.stderr.take().expect("piped");
+        let (of_thread, name) = (Arc::clone(&log), format!("{role} {}", child.id()));
+        std::thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                let is_error = line.contains(" ERROR ") || line.contains("panicked at");
+                if is_error || !is_quiet {
+                    eprintln!("[{name}] {line}");
+                }
+                let mut state = of_thread.lock();
+                if is_error {
+                    state.errors.push(line.clone());
+                }
+                if state.lines.len() == LOG_LINES {
+                    state.lines.pop_front();
+                }
+                state.lines.push_back(line);
+            }
+        });
+        log
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, LogState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -173,14 +352,31 @@ impl Drop for Node {
     }
 }
 
+/// Lines of a node's log that are kept.
+const LOG_LINES: usize = 10_000;
+
 /// Asks again and again until `done`.
 ///
 /// # Panics
 /// If that takes longer than [`PATIENCE`].
-pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, done: impl FnMut() -> bool) {
+    wait(&|| what.to_owned(), Duration::from_millis(2), done);
+}
+
+/// The same, with a word that is made when it is needed.
+pub(crate) fn wait_until_what(what: impl Fn() -> String, done: impl FnMut() -> bool) {
+    wait(&what, Duration::from_millis(2), done);
+}
+
+/// The same without much time between, for what passes quickly.
+pub(crate) fn wait_closely(what: &str, done: impl FnMut() -> bool) {
+    wait(&|| what.to_owned(), Duration::from_micros(100), done);
+}
+
+fn wait(what: &dyn Fn() -> String, pause: Duration, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !done() {
-        assert!(Instant::now() < deadline, "waited in vain until {what}");
-        std::thread::park_timeout(Duration::from_millis(2));
+        assert!(Instant::now() < deadline, "waited in vain until {}", what());
+        std::thread::park_timeout(pause);
     }
 }

@@ -78,6 +78,7 @@ keys! {
     verdict_timeout_ms: u64, "5000", "How long a sender waits for the receiver's verdict after its last byte, in milliseconds.";
     absent_deadline_ms: u64, "5000", "How long a peer may be without a session, at the start of a transfer and after a cut, in milliseconds.";
     layer_group: u64, "as measured", "Layers that prefill hands over together, 1 to 1024; without it as many as the measured rates of compute and link ask for.";
+    silence_deadline_ms: u64, "10000", "How long a peer may say nothing, not even that it is there, before its session is given up, in milliseconds, from 20 on.";
     max_transfers: u64, "1024", "Most transfers at once, 1 to 65536; more are refused.";
     chunk_bytes: u64, "4194304", "Bytes that one completion should cover, 4096 to 2^30.";
     packed_run_bytes: u64, "the transport's", "Runs shorter than this are packed into a slab first, in bytes; 0 never packs.";

@@ -44,8 +44,9 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!((network.advertise, network.link_gbps, network.peers.len()), (None, None, 0));
     assert_eq!(network.listen.to_string(), "127.0.0.1:0");
     assert_eq!(network.psk.as_ref().unwrap().expose(), SECRET.as_bytes());
-    let Deadlines { transfer, progress, lease_ttl, verdict, absent } = *config.deadlines();
-    assert_eq!([transfer, progress, lease_ttl, verdict, absent].map(|span| span.as_secs()), [30, 5, 30, 5, 5]);
+    let Deadlines { transfer, progress, lease_ttl, verdict, absent, silence } = *config.deadlines();
+    let spans = [transfer, progress, lease_ttl, verdict, absent, silence];
+    assert_eq!(spans.map(|span| span.as_secs()), [30, 5, 30, 5, 5, 10]);
     let limits = *config.limits();
     assert_eq!((limits.movers.get(), limits.posts_in_flight.get(), config.layer_group()), (2, 8, None));
     let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes, tier_bytes, write_back_blocks, .. } =
@@ -78,6 +79,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("verdict_timeout_ms", "400"),
         ("absent_deadline_ms", "500"),
         ("layer_group", "3"),
+        ("silence_deadline_ms", "600"),
         ("max_transfers", "5"),
         ("chunk_bytes", "8192"),
         ("packed_run_bytes", "0"),

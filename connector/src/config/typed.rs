@@ -189,6 +189,8 @@ pub struct Deadlines {
     pub verdict: Duration,
     /// A peer without a session, at the start of a transfer and after a cut; at most `transfer`.
     pub absent: Duration,
+    /// A peer that says nothing, not even that it is there, before its session is given up; at least 20 ms.
+    pub silence: Duration,
 }
 
 /// How much there may be of each thing.
@@ -272,6 +274,8 @@ impl TryFrom<&RawConfig> for Deadlines {
             lease_ttl: milliseconds("lease_ttl_ms", raw.lease_ttl_ms, 30_000)?,
             verdict: within("verdict_timeout_ms", raw.verdict_timeout_ms, 5_000)?,
             absent: within("absent_deadline_ms", raw.absent_deadline_ms, 5_000)?,
+            silence: number("silence_deadline_ms", raw.silence_deadline_ms, 10_000, 20..=3_600_000)
+                .map(Duration::from_millis)?,
         })
     }
 }

@@ -25,7 +25,8 @@ use std::time::Duration;
 
 pub use request::{EngineFinish, Hold, Match, Request, RequestId, TransferParams};
 pub use step::{
-    Applied, BadStep, Cancel, Load, LoadFailure, Save, ScheduledRequest, ScheduledStep, Side, StepMeta, StepResults,
+    Applied, BadStep, Cancel, Load, LoadFailure, Readers, Save, ScheduledRequest, ScheduledStep, Side, StepMeta,
+    StepResults,
 };
 pub(crate) use tier::Spoken;
 pub use tier::{Kept, Offered, Refuse, Restore, Restored, Return, Store, StoreStage, Take, TierMeta, TierResults};

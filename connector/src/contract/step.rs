@@ -55,6 +55,17 @@ pub struct Cancel {
     pub transfer: TransferId,
     /// Which end of it.
     pub side: Side,
+    /// For a keep of which nothing was computed yet, who waits for it: they must hear of the end, and nothing else would tell them.
+    pub waiting: Option<Readers>,
+}
+
+/// Who reads a keep.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Readers {
+    /// A worker of the decode engine, if the request named it.
+    pub to: Option<PeerId>,
+    /// How many ranks the decode engine has.
+    pub count: u16,
 }
 
 /// Which end of a hand-over this engine is.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
 
 use crate::contract::{
-    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Request, RequestId, Save, ScheduledStep, Scheduler,
-    Side, StepMeta, StepResults, TierResults, TransferParams,
+    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Readers, Request, RequestId, Save, ScheduledStep,
+    Scheduler, Side, StepMeta, StepResults, TierResults, TransferParams,
 };
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
@@ -274,7 +274,7 @@ impl PdScheduler {
             (first, next) => first.or(next),
         };
         if cancel {
-            self.next.cancels.push(Cancel { request: id, transfer: load.transfer, side: Side::Load });
+            self.next.cancels.push(Cancel { request: id, transfer: load.transfer, side: Side::Load, waiting: None });
             return;
         }
         if load.ended.len() < reporters {
@@ -411,12 +411,17 @@ impl Scheduler for PdScheduler {
         if let Some(load) = self.loads.get_mut(request) {
             load.aborted = true;
             transfer = Some(load.transfer);
-            self.next.cancels.push(Cancel { request: request.clone(), transfer: load.transfer, side: Side::Load });
+            let (request, transfer) = (request.clone(), load.transfer);
+            self.next.cancels.push(Cancel { request, transfer, side: Side::Load, waiting: None });
         }
         if let Some(keep) = self.keeps.get_mut(request) {
             let incomplete = keep.computed < keep.prompt_tokens;
             if how == EngineFinish::Aborted || incomplete {
-                self.next.cancels.push(Cancel { request: request.clone(), transfer: keep.transfer, side: Side::Keep });
+                let (request, transfer) = (request.clone(), keep.transfer);
+                // Once it has begun, the worker knows whom it is with, and whether it is over.
+                let readers = || Readers { to: keep.to.clone(), count: keep.readers };
+                let waiting = (keep.computed == 0).then(readers);
+                self.next.cancels.push(Cancel { request, transfer, side: Side::Keep, waiting });
             }
             keep.held = true;
             transfer = Some(keep.transfer);

@@ -210,6 +210,18 @@ impl Engine {
 
     /// Stores keys and values that say which layer, token and head they are.
     pub(crate) fn store(&self, layer: u16, blocks: &[BlockId], tokens: Range<u32>) {
+        self.store_as(layer, blocks, tokens, element);
+    }
+
+    /// Stores what `element` says of a layer, plane, head, token and place in the head.
+    pub(crate) fn store_as(
+        &self,
+        layer: u16,
+        blocks: &[BlockId],
+        tokens: Range<u32>,
+        element: impl Fn(u16, u32, u32, u32, u32) -> f32,
+    ) {
+        let element = &element;
         let slots: Vec<_> = tokens
             .clone()
             .map(|token| Slot::of_position(token as usize, blocks, self.tokens_per_block()).unwrap())

@@ -389,9 +389,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             request.blocks = Some(blocks);
             request.brought = brought as usize;
             request.registered = shared;
-            // The last token is always computed here: its logits choose the first of the answer.
-            let most = request.tokens.len() - usize::from(request.submission.max_tokens > 0);
-            request.computed = (request.local + request.brought).min(most);
+            request.computed = (request.local + request.brought).min(request.most_brought());
             match matched {
                 Match::Async(_) => self.loading.push(request),
                 _ => self.running.push(request),
@@ -459,7 +457,8 @@ impl<C: contract::Scheduler> Scheduler<C> {
             self.running.push(request);
         }
         let Some(request) = self.running.iter_mut().find(|request| request.seen.id == id) else { return 0 };
-        let good = (good_tokens as usize).min(request.computed);
+        // The step that this verdict voids may have computed the last token already, and all before it may be good.
+        let good = (good_tokens as usize).min(request.computed).min(request.most_brought());
         let lost = (request.local + request.brought).saturating_sub(good);
         request.brought = request.brought.min(good.saturating_sub(request.local));
         request.computed = good;
@@ -549,6 +548,11 @@ pub struct Snapshot {
 }
 
 impl Request {
+    /// Tokens whose KV may come from elsewhere: the last one is always computed here, since its logits choose the next.
+    fn most_brought(&self) -> usize {
+        self.tokens.len() - usize::from(self.submission.max_tokens > 0)
+    }
+
     fn block_ids(&self) -> &[BlockId] {
         self.blocks.as_ref().map_or(&[], BlockTable::ids)
     }

@@ -32,6 +32,8 @@ pub(crate) struct Driver<'a> {
     pub(super) shared: &'a Arc<Shared>,
     listener: TcpListener,
     accept_at: Option<Instant>,
+    /// Somebody was told that connections cannot be accepted, and some still wait.
+    is_starved: bool,
     pub(super) handshaking: Vec<Handshaking>,
     pub(super) pending: Vec<Pending>,
     pub(super) live: Vec<Control>,
@@ -48,6 +50,7 @@ pub(crate) fn run(shared: &Arc<Shared>, listener: TcpListener) {
         shared,
         listener,
         accept_at: None,
+        is_starved: false,
         handshaking: Vec::new(),
         pending: Vec::new(),
         live: Vec::new(),
@@ -160,10 +163,15 @@ impl Driver<'_> {
             let accepted = self.listener.accept().and_then(|(stream, from)| Ok((socket::accepted(stream)?, from)));
             let (stream, address) = match accepted {
                 Ok(accepted) => accepted,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.is_starved = false;
+                    return;
+                }
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    if !std::mem::replace(&mut self.is_starved, true) {
+                        tracing::warn!(%error, "connections cannot be accepted for now; raise the limit, or see who holds them");
+                    }
                     self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }

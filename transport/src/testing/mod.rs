@@ -15,7 +15,7 @@ pub use arena::Arena;
 pub use cases::*;
 pub use node::{Make, Node, PATIENCE, peer};
 pub use pages::{ScatteredWrite, scattered_write};
-pub use proxy::{Proxy, ProxyPlan};
+pub use proxy::{Flow, Proxy, ProxyPlan, Towards};
 pub use raw_pair::{RawPair, scattered};
 
 /// Makes one test of each case of the contract. The argument is an expression that gives a [`Make`](crate::testing::Make).

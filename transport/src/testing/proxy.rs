@@ -1,10 +1,17 @@
 //! A TCP proxy that breaks what it carries: for what only a network does.
 
+mod valve;
+
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
+
+pub use valve::Flow;
+use valve::{Fate, Valve};
 
 /// What the proxy does to what flows in one direction.
 #[derive(Clone, Copy, Debug, Default)]
@@ -17,13 +24,36 @@ pub struct ProxyPlan {
     pub flip_at_byte: Option<u64>,
 }
 
+/// A direction of a proxy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Towards {
+    /// What the target says.
+    Dialler,
+    /// What is said to the target.
+    Target,
+}
+
 /// Listens on a port of its own and carries to another; each connection in its own threads.
 pub struct Proxy {
     address: SocketAddr,
-    plan: Arc<Mutex<ProxyPlan>>,
-    is_stopping: Arc<AtomicBool>,
-    open: Arc<Mutex<Vec<TcpStream>>>,
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    plan: Mutex<ProxyPlan>,
+    is_stopping: AtomicBool,
+    is_refusing: AtomicBool,
+    towards_dialler: Valve,
+    towards_target: Valve,
+    open: Mutex<BTreeMap<u64, Arc<Connection>>>,
+}
+
+struct Connection {
+    near: TcpStream,
+    far: TcpStream,
+    is_over: AtomicBool,
 }
 
 impl Proxy {
@@ -35,34 +65,10 @@ impl Proxy {
     pub fn new(target: SocketAddr, plan: ProxyPlan) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address");
-        let plan = Arc::new(Mutex::new(plan));
-        let is_stopping = Arc::new(AtomicBool::new(false));
-        let open = Arc::new(Mutex::new(Vec::new()));
-        let of_thread = (Arc::clone(&plan), Arc::clone(&is_stopping), Arc::clone(&open));
-        let thread = std::thread::spawn(move || {
-            let (plan, is_stopping, open) = of_thread;
-            let mut carriers = Vec::new();
-            for near in listener.incoming() {
-                if is_stopping.load(Ordering::SeqCst) {
-                    break;
-                }
-                let (Ok(near), Ok(far)) = (near, TcpStream::connect(target)) else { continue };
-                let plan = *plan.lock().unwrap_or_else(PoisonError::into_inner);
-                let _ = (near.set_nodelay(true), far.set_nodelay(true));
-                let whole = ProxyPlan::default();
-                let (forth, back) = if plan.towards_dialler { (whole, plan) } else { (plan, whole) };
-                let both = [(near.try_clone(), far.try_clone(), forth), (Ok(far), Ok(near), back)];
-                for (from, to, plan) in both {
-                    let (Ok(from), Ok(to)) = (from, to) else { continue };
-                    open.lock().unwrap_or_else(PoisonError::into_inner).extend(from.try_clone());
-                    carriers.push(std::thread::spawn(move || carry(from, to, plan)));
-                }
-            }
-            for carrier in carriers {
-                let _ = carrier.join();
-            }
-        });
-        Self { address, plan, is_stopping, open, thread: Some(thread) }
+        let shared = Arc::new(Shared { plan: Mutex::new(plan), ..Shared::default() });
+        let of_thread = Arc::clone(&shared);
+        let thread = std::thread::spawn(move || listen(&of_thread, &listener, target));
+        Self { address, shared, thread: Some(thread) }
     }
 
     /// Where to dial instead of the target.
@@ -73,32 +79,116 @@ impl Proxy {
 
     /// What is done to connections from now on.
     pub fn set_plan(&self, plan: ProxyPlan) {
-        *self.plan.lock().unwrap_or_else(PoisonError::into_inner) = plan;
+        *lock(&self.shared.plan) = plan;
+    }
+
+    /// How bytes of a direction flow from now on, on the connections that are open and on later ones.
+    pub fn set_flow(&self, towards: Towards, flow: Flow) {
+        self.shared.valve(towards).set(flow);
+    }
+
+    /// Flips one bit of the next piece that comes in a direction.
+    pub fn flip_next(&self, towards: Towards) {
+        self.shared.valve(towards).flip_next();
+    }
+
+    /// Bytes that came for a direction so far, over all connections.
+    #[must_use]
+    pub fn carried(&self, towards: Towards) -> u64 {
+        self.shared.valve(towards).carried()
+    }
+
+    /// Whether connections are closed as soon as they are made.
+    pub fn set_refusing(&self, is_refusing: bool) {
+        self.shared.is_refusing.store(is_refusing, Ordering::SeqCst);
     }
 
     /// Cuts every connection that is open.
     pub fn cut_all(&self) {
-        for stream in std::mem::take(&mut *self.open.lock().unwrap_or_else(PoisonError::into_inner)) {
-            let _ = stream.shutdown(Shutdown::Both);
-        }
+        self.shared.end_all();
     }
 }
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.is_stopping.store(true, Ordering::SeqCst);
+        self.shared.is_stopping.store(true, Ordering::SeqCst);
         let _ = TcpStream::connect(self.address); // wakes the listener
-        self.cut_all();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
 }
 
-fn carry(mut from: TcpStream, mut to: TcpStream, plan: ProxyPlan) {
+impl Shared {
+    fn valve(&self, towards: Towards) -> &Valve {
+        match towards {
+            Towards::Dialler => &self.towards_dialler,
+            Towards::Target => &self.towards_target,
+        }
+    }
+
+    /// Ends a connection, also where its bytes are held.
+    fn end(&self, connection: &Connection) {
+        connection.is_over.store(true, Ordering::SeqCst);
+        let _ = (connection.near.shutdown(Shutdown::Both), connection.far.shutdown(Shutdown::Both));
+        self.towards_dialler.wake();
+        self.towards_target.wake();
+    }
+
+    fn end_all(&self) {
+        for connection in std::mem::take(&mut *lock(&self.open)).into_values() {
+            self.end(&connection);
+        }
+    }
+}
+
+fn listen(shared: &Arc<Shared>, listener: &TcpListener, target: SocketAddr) {
+    let mut carriers: Vec<JoinHandle<()>> = Vec::new();
+    for (number, near) in (0..).zip(listener.incoming()) {
+        if shared.is_stopping.load(Ordering::SeqCst) {
+            break;
+        }
+        carriers.retain(|carrier| !carrier.is_finished());
+        if shared.is_refusing.load(Ordering::SeqCst) {
+            continue;
+        }
+        let (Ok(near), Ok(far)) = (near, TcpStream::connect(target)) else { continue };
+        let _ = (near.set_nodelay(true), far.set_nodelay(true));
+        let plan = *lock(&shared.plan);
+        let connection = Arc::new(Connection { near, far, is_over: AtomicBool::new(false) });
+        lock(&shared.open).insert(number, Arc::clone(&connection));
+        let shared = Arc::clone(shared);
+        carriers.push(std::thread::spawn(move || {
+            let whole = ProxyPlan::default();
+            let (forth, back) = if plan.towards_dialler { (whole, plan) } else { (plan, whole) };
+            std::thread::scope(|scope| {
+                scope.spawn(|| carry(&shared, &connection, Towards::Target, forth));
+                carry(&shared, &connection, Towards::Dialler, back);
+            });
+            lock(&shared.open).remove(&number);
+        }));
+    }
+    shared.end_all();
+    for carrier in carriers {
+        let _ = carrier.join();
+    }
+}
+
+fn carry(shared: &Shared, connection: &Connection, towards: Towards, plan: ProxyPlan) {
+    let (mut from, mut to) = match towards {
+        Towards::Dialler => (&connection.far, &connection.near),
+        Towards::Target => (&connection.near, &connection.far),
+    };
+    let valve = shared.valve(towards);
     let mut buffer = vec![0; 64 << 10];
     let mut carried = 0u64;
-    while let Ok(got @ 1..) = from.read(&mut buffer) {
+    loop {
+        let got = match from.read(&mut buffer) {
+            // The other direction may have more to say.
+            Ok(0) => return drop(to.shutdown(Shutdown::Write)),
+            Ok(got) => got,
+            Err(_) => return shared.end(connection),
+        };
         let mut keep = got;
         if let Some(at) = plan.flip_at_byte.and_then(|at| at.checked_sub(carried)).filter(|at| *at < got as u64) {
             buffer[at as usize] ^= 0x10;
@@ -106,10 +196,22 @@ fn carry(mut from: TcpStream, mut to: TcpStream, plan: ProxyPlan) {
         if let Some(left) = plan.cut_after_bytes.map(|cut| cut.saturating_sub(carried)) {
             keep = keep.min(usize::try_from(left).unwrap_or(usize::MAX));
         }
-        if to.write_all(&buffer[..keep]).is_err() || keep < got {
-            break;
+        valve.take(&mut buffer[..got]);
+        let (mut at, came) = (0, Instant::now());
+        while at < keep {
+            match valve.pass(keep - at, came, &connection.is_over) {
+                Fate::Carry(bytes) if to.write_all(&buffer[at..at + bytes]).is_ok() => at += bytes,
+                Fate::Drop => break,
+                Fate::Carry(_) | Fate::End => return shared.end(connection),
+            }
+        }
+        if keep < got {
+            return shared.end(connection);
         }
         carried += got as u64;
     }
-    let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

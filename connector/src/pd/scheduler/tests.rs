@@ -140,7 +140,7 @@ fn one_ranks_failure_ends_the_load_on_all_ranks_and_is_the_reason() {
             StepResults { failed: vec![failure("a", 32)], ..results(1) },
         ]);
         assert_eq!(applied, Applied::default(), "the others may still write");
-        let cancel = Cancel { request: id.clone(), transfer: TransferId::new(7), side: Side::Load };
+        let cancel = Cancel { request: id.clone(), transfer: TransferId::new(7), side: Side::Load, waiting: None };
         assert_eq!(s.build_step(&ScheduledStep::default()).cancels, [cancel]);
         let cancelled = LoadFailure { reason: "cancelled".into(), ..failure("a", 16) };
         s.apply(vec![StepResults { failed: vec![cancelled], started: vec![id.clone()], ..results(0) }]);

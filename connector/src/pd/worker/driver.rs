@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver as Inbox, RecvTimeoutError, Sender as Outbox};
-use kvferry_protocol::message::{EngineBytes, Message, Reason, Verdict};
+use kvferry_protocol::message::{Abort, EngineBytes, Message, Reason, Verdict};
 use kvferry_protocol::transfer::{Early, EarlyConfig, InputError, Time};
 use kvferry_protocol::{PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PeerAddress, Transport};
@@ -231,11 +231,22 @@ impl Driver {
         }
     }
 
-    /// Tells a peer, now or when it asks, that a transfer will not be.
+    /// Tells a peer that a transfer for which it waits will not be, now and when it asks.
     pub(super) fn decline(&mut self, peer: &PeerId, transfer: TransferId, why: &str) {
-        if let Some(answer) = self.early.decline(self.now(), peer, transfer, why) {
-            self.send(peer, &answer);
+        if !self.early.is_declined(peer, transfer) && !self.decline_when_asked(peer, transfer, why) {
+            // It has not spoken yet, or waits for this side to speak first: either way it must not wait for its deadline.
+            let why = Verdict::failed(Reason::Unknown, why);
+            self.send(peer, &Message::Abort(Abort { transfer, why }));
         }
+    }
+
+    /// Tells a peer the same, but only if it has asked, or when it does; returns whether it had.
+    pub(super) fn decline_when_asked(&mut self, peer: &PeerId, transfer: TransferId, why: &str) -> bool {
+        let answer = self.early.decline(self.now(), peer, transfer, why);
+        if let Some(answer) = &answer {
+            self.send(peer, answer);
+        }
+        answer.is_some()
     }
 
     /// An input that a machine did not take: late, duplicate or unknown. It was counted and changed nothing.
@@ -259,8 +270,17 @@ impl Driver {
             contract::Side::Load if loads => self.cancel_load(cancel.transfer),
             contract::Side::Load => {}
             contract::Side::Keep if keeps => self.cancel_lease(cancel.transfer),
-            // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
-            contract::Side::Keep => self.board.results().sent.push(cancel.request.clone()),
+            contract::Side::Keep => {
+                if let Some(readers) = &cancel.waiting {
+                    self.decline_all(
+                        cancel.transfer,
+                        readers,
+                        "the engine gave the request up before its transfer began",
+                    );
+                }
+                // Nothing was begun for it, or it is over: the scheduler waits for a word all the same.
+                self.board.results().sent.push(cancel.request.clone());
+            }
         }
     }
 

@@ -46,6 +46,7 @@ impl Driver {
         self.board.metrics.peers_refused_total.at(RefusalReason::Manifest).add(1);
         self.transport.disconnect(peer, refusal);
         if let Some(address) = address {
+            self.peers.missed(address, refusal);
             self.refused(address, refusal);
         }
     }
@@ -91,6 +92,10 @@ impl Driver {
         // A peer that has another key, or sent us away, will do so again: what waits for it need not wait for its deadline.
         let Some(address) = address else { return };
         self.board.reached().remove(&address);
+        // Our own word to a peer that was refused says less than why it was.
+        if !matches!(reason, TransportError::Disconnected { .. }) {
+            self.peers.missed(address, &reason.to_string());
+        }
         match reason {
             // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
             TransportError::Authentication { .. } if self.peers.distrust(address) => {

@@ -13,7 +13,7 @@ use kvferry_protocol::{PeerId, TpRank, TransferId};
 use super::driver::{Driver, Side};
 use super::sending::{PartTo, Sending};
 use super::step::Handed;
-use crate::contract::{RequestId, Save};
+use crate::contract::{Readers, RequestId, Save};
 use crate::metrics;
 
 /// One request's KV, kept until nobody reads it any more.
@@ -46,7 +46,7 @@ impl Driver {
         if !save.first {
             return; // It ended while the engine computed; the report is on its way to the scheduler.
         }
-        let began = self.parts_to(&save).and_then(|parts| self.begin_lease(&save, &parts));
+        let began = self.parts_to(save.transfer, save.readers).and_then(|parts| self.begin_lease(&save, &parts));
         match began {
             Ok(begun) if begun.is_empty() => self.board.results().sent.push(save.request),
             Ok(begun) => {
@@ -63,31 +63,49 @@ impl Driver {
             }
             Err(problem) => {
                 tracing::warn!(request = %save.request, transfer = %save.transfer, problem, "transfer refused");
-                for part in self.all_readers(&save) {
-                    if let Some(peer) = self.reader(&save, &part) {
-                        self.decline(&peer, part.transfer, &problem);
-                    }
-                }
+                let readers = Readers { to: save.to, count: save.readers };
+                self.decline_all(save.transfer, &readers, &problem);
                 self.board.results().sent.push(save.request);
             }
         }
     }
 
+    /// Tells the decode ranks that read from this worker that a transfer will not be.
+    pub(super) fn decline_all(&mut self, transfer: TransferId, readers: &Readers, why: &str) {
+        let parts = self.parts_to(transfer, readers.count);
+        let are_known = parts.is_ok();
+        for part in parts.unwrap_or_else(|_| self.all_readers(transfer, readers.count)) {
+            let Some(peer) = self.reader(readers.to.as_ref(), &part) else { continue };
+            if are_known {
+                self.decline(&peer, part.transfer, why);
+            } else {
+                // It may not wait for this part at all.
+                self.decline_when_asked(&peer, part.transfer, why);
+            }
+        }
+    }
+
+    /// Every part that a decode rank could wait for, also where the sizes do not fit.
+    fn all_readers(&self, transfer: TransferId, readers: u16) -> Vec<PartTo> {
+        let ours = self.config.peer().tp_rank;
+        let part = |rank| PartTo { transfer: transfer.part(rank, ours), rank, heads: self.caches.heads() };
+        (0..readers.min(MAX_RANKS)).map(TpRank::new).map(part).collect()
+    }
+
     /// Which decode ranks read from this worker, and what each takes.
-    fn parts_to(&self, save: &Save) -> Result<Vec<PartTo>, String> {
-        if save.readers > MAX_RANKS {
-            return Err(format!("{} ranks read, but an engine has at most {MAX_RANKS}", save.readers));
+    fn parts_to(&self, transfer: TransferId, readers: u16) -> Result<Vec<PartTo>, String> {
+        if readers > MAX_RANKS {
+            return Err(format!("{readers} ranks read, but an engine has at most {MAX_RANKS}"));
         }
         let (ours, tp_size, kv_heads) =
             (self.config.peer().tp_rank, self.config.tp_size().get(), self.card.manifest.kv_heads);
-        let explain = |error| format!("{error}: `readers`, the decode engine's tp_size, is {}", save.readers);
-        let expected = readers_of(ours, tp_size, save.readers, kv_heads).map_err(explain)?;
+        let explain = |error| format!("{error}: `readers`, the decode engine's tp_size, is {readers}");
+        let expected = readers_of(ours, tp_size, readers, kv_heads).map_err(explain)?;
         let mut parts = Vec::with_capacity(expected.into());
-        for rank in (0..save.readers).map(TpRank::new) {
-            for source in sources_of(rank, save.readers, tp_size, kv_heads).map_err(explain)? {
+        for rank in (0..readers).map(TpRank::new) {
+            for source in sources_of(rank, readers, tp_size, kv_heads).map_err(explain)? {
                 if source.tp_rank == ours {
-                    let transfer = save.transfer.part(rank, ours);
-                    parts.push(PartTo { transfer, rank, heads: source.heads });
+                    parts.push(PartTo { transfer: transfer.part(rank, ours), rank, heads: source.heads });
                 }
             }
         }
@@ -108,7 +126,7 @@ impl Driver {
             if self.sending.contains_key(&part.transfer) {
                 return Err(format!("transfer {} is being sent already; draw a new id for each", save.transfer));
             }
-            let peer = self.reader(save, part);
+            let peer = self.reader(save.to.as_ref(), part);
             if peer.as_ref().is_some_and(|peer| self.early.is_declined(peer, part.transfer)) {
                 continue;
             }
@@ -139,18 +157,11 @@ impl Driver {
     }
 
     /// The decode worker that reads a part: as the request names its engine, or who asked for the part before.
-    fn reader(&self, save: &Save, part: &PartTo) -> Option<PeerId> {
-        match &save.to {
+    fn reader(&self, to: Option<&PeerId>, part: &PartTo) -> Option<PeerId> {
+        match to {
             Some(peer) => Some(PeerId { tp_rank: part.rank, ..peer.clone() }),
             None => self.early.peer_of(part.transfer).filter(|peer| peer.tp_rank == part.rank).cloned(),
         }
-    }
-
-    /// Every part that a decode rank could wait for, also where the sizes do not fit.
-    fn all_readers(&self, save: &Save) -> Vec<PartTo> {
-        let ours = self.config.peer().tp_rank;
-        let part = |rank| PartTo { transfer: save.transfer.part(rank, ours), rank, heads: self.caches.heads() };
-        (0..save.readers.min(MAX_RANKS)).map(TpRank::new).map(part).collect()
     }
 
     /// Some tokens of some layers are in the cache.

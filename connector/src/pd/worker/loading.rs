@@ -257,16 +257,14 @@ impl Driver {
     fn finish_load(&self, load: Loading) {
         drop(load.guards);
         let (request, tokens) = (load.request, load.tokens);
-        let Some(reason) = load.failure else {
+        let per_block = self.caches.tokens_per_block();
+        let missed = good_prefix(load.failure.is_some(), load.good_until, &tokens, per_block);
+        let (Some(good_tokens), Some(reason)) = (missed, load.failure) else {
             self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
             self.board.progress.ended(&request, Ended::Loaded);
             self.board.results().loaded.push(request);
             return;
         };
-        // The transfer may have begun behind a local prefix, which is good as it is.
-        let per_block = self.caches.tokens_per_block();
-        let good_tokens =
-            if load.good_until < tokens.end { load.good_until / per_block * per_block } else { load.good_until };
         let good = (good_tokens.saturating_sub(tokens.start)).div_ceil(per_block) as usize;
         self.report_failure(&request, good_tokens, &load.blocks[..good.min(load.blocks.len())], reason);
     }
@@ -282,5 +280,30 @@ impl Driver {
     }
 }
 
+/// Leading tokens that are good after a load that misses some, in whole blocks; `None` if it misses none. A deadline may come between
+/// the last byte and its digest: the verdict is that of the deadline then, but the engine has all it asked for.
+fn good_prefix(has_failed: bool, good_until: u32, tokens: &Range<u32>, per_block: u32) -> Option<u32> {
+    // The transfer may have begun behind a local prefix, which is good as it is.
+    (has_failed && good_until < tokens.end).then(|| good_until / per_block * per_block)
+}
+
 /// Cuts of the session that one transfer survives; each costs a handshake and what was in flight.
 const MAX_CUTS: u32 = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_load_that_misses_nothing_is_loaded_whatever_its_verdict() {
+        for (name, has_failed, good_until, want) in [
+            ("done", false, 40, None),
+            ("failed between the last byte and its digest", true, 40, None),
+            ("failed in a block", true, 39, Some(36)),
+            ("failed at a block's end", true, 36, Some(36)),
+            ("failed at once, behind a local prefix", true, 8, Some(8)),
+        ] {
+            assert_eq!(good_prefix(has_failed, good_until, &(8..40), 4), want, "{name}");
+        }
+    }
+}

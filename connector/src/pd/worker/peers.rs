@@ -16,6 +16,8 @@ pub(super) struct Peers {
     dialled: BTreeSet<PeerAddress>,
     /// Addresses that failed their last handshake.
     doubtful: BTreeSet<PeerAddress>,
+    /// Why the last attempt at an address, or its last session, came to nothing; as many as are dialled.
+    missed: BTreeMap<PeerAddress, String>,
 }
 
 #[derive(Debug)]
@@ -42,11 +44,22 @@ impl Peers {
         !self.doubtful.insert(address)
     }
 
+    /// An attempt at an address, or its session, came to nothing.
+    pub(super) fn missed(&mut self, address: PeerAddress, why: &str) {
+        self.missed.insert(address, why.to_owned());
+    }
+
+    /// Why there is no session with who is at an address, if anything is known of it.
+    pub(super) fn why_missed(&self, address: PeerAddress) -> Option<&str> {
+        self.missed.get(&address).map(String::as_str)
+    }
+
     /// A session came up and was accepted.
     pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64, card: &WorkerCard) {
         if let Some(address) = address {
             self.by_address.insert(address, peer.clone());
             self.doubtful.remove(&address);
+            self.missed.remove(&address);
         }
         self.up.insert(peer, Session { number, address, heads: card.held_heads(), tp_size: card.tp_size });
     }

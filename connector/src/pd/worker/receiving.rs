@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
-use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Verdict};
+use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Reason, Verdict};
 use kvferry_protocol::transfer::{GrantRefusal, InputError, Receiver, ReceiverEnd, ReceiverOutput, Rect, Time};
 use kvferry_protocol::{Generation, PeerId, TpRank, TransferId};
 use kvferry_transport::{PeerAddress, Transport};
@@ -349,10 +349,11 @@ impl Driver {
         let Some(end) = entry.end.take() else { return };
         entry.over = true;
         let (load, began, elapsed) = (entry.load, entry.began, now.since(entry.began));
+        let entry = &self.receiving[&transfer];
         let reason = match (&end.verdict, &entry.refusal) {
             (Verdict::Done, _) => None,
             (_, Some(refusal)) => Some(refusal.clone()),
-            (verdict, None) => Some(verdict.to_string()),
+            (verdict, None) => Some(self.why(verdict, entry.from)),
         };
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "part ended");
@@ -361,5 +362,14 @@ impl Driver {
             self.board.tracer.record(span);
         }
         self.part_landed(load, transfer, end.good_until_token, reason);
+    }
+
+    /// Why a part ended, with what is known of a peer that never came.
+    fn why(&self, verdict: &Verdict, from: PeerAddress) -> String {
+        let is_absent = matches!(verdict, Verdict::Failed(failure) if failure.reason == Reason::PeerAbsent);
+        match self.peers.why_missed(from).filter(|_| is_absent) {
+            Some(why) => format!("{verdict}; the last attempt: {why}"),
+            None => verdict.to_string(),
+        }
     }
 }

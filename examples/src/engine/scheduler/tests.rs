@@ -120,6 +120,21 @@ fn failure(request: &RequestId, good_tokens: u32) -> Applied {
 }
 
 #[test]
+fn a_load_that_failed_with_all_its_tokens_good_still_gets_its_answer() {
+    let mut scheduler = scheduler(Match::Async(tokens(6)));
+    let id = scheduler.submit(work(6, 1)).unwrap();
+    // Layerwise: it runs while its last layers land, and the verdict voids that step.
+    step(&mut scheduler, 1, Applied { loaded: vec![id.clone()], ..Applied::default() });
+    let (run, events) = step(&mut scheduler, 1, failure(&id, 6));
+    assert_eq!((run, events), (vec![sequence("0", 5, 1, true)], vec![]));
+    let (again, events) = step(&mut scheduler, 2, Applied::default());
+    assert_eq!(again, [sequence("0", 5, 1, true)]);
+    assert_eq!(events[0], Event::Token { request: id.clone(), token: 2, logits: None });
+    assert_eq!(events[1], Event::Finished { request: id, reason: FinishReason::Length });
+    assert_eq!((scheduler.snapshot().pool.free, scheduler.is_idle()), (10, true));
+}
+
+#[test]
 fn prompts_are_chunked_and_decode_steps_join_them() {
     let mut scheduler = scheduler(Match::None);
     scheduler.submit(work(5, 3)).unwrap();

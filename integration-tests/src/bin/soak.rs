@@ -1,0 +1,53 @@
+//! Two prefill and two decode nodes at full load, broken at random for as long as is asked: `soak --minutes 60`. Exits with 1 on any
+//! wrong token, missing answer, leak, or line at ERROR.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::Parser;
+use kvferry_integration_tests::{Setup, SoakOptions, soak};
+
+#[derive(Parser)]
+struct Options {
+    /// How long
+    #[arg(long, default_value = "10")]
+    minutes: f64,
+    /// What chance starts from; the clock's if it is left out
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Clients that wait for their answers; as many again come and hang up
+    #[arg(long, default_value = "6")]
+    clients: u64,
+    /// What each side of a link sends at most
+    #[arg(long, default_value = "0.05")]
+    link_gbps: f64,
+    /// Print what the nodes log
+    #[arg(long)]
+    verbose: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    let options = Options::parse();
+    let clock = || std::time::UNIX_EPOCH.elapsed().map_or(0, |since| u64::from(since.subsec_nanos()));
+    let seed = options.seed.unwrap_or_else(clock);
+    println!("soak --minutes {} --seed {seed} --clients {}", options.minutes, options.clients);
+    let node = std::env::current_exe()?.with_file_name("node");
+    anyhow::ensure!(node.exists(), "{} is missing; build all binaries of this package", node.display());
+    let setup = Setup::new(node)
+        .args(&format!("--chunk 64 --blocks 384 --link-gbps {}", options.link_gbps))
+        .env("KVFERRY_TRANSFER_DEADLINE_MS", "5000")
+        .env("KVFERRY_PROGRESS_DEADLINE_MS", "1000")
+        .env("KVFERRY_ABSENT_DEADLINE_MS", "500")
+        .env("KVFERRY_LEASE_TTL_MS", "1500")
+        .env("KVFERRY_VERDICT_TIMEOUT_MS", "800")
+        .env("KVFERRY_SILENCE_DEADLINE_MS", "1500")
+        .quiet(!options.verbose);
+    let duration = Duration::try_from_secs_f64(options.minutes * 60.0).context("--minutes is no time")?;
+    let run = || soak(&setup, SoakOptions { duration, seed, clients: options.clients });
+    // A failure is told by a panic, in whichever thread it is found.
+    match std::panic::catch_unwind(run) {
+        Ok(report) => println!("{report}"),
+        Err(_) => std::process::exit(1),
+    }
+    Ok(())
+}
