@@ -7,7 +7,7 @@ impl Extent {
     /// frame.
     ///
     /// The answer costs a handful of steps where loops have the same strides, as parts of one window have. Nests that are made to
-    /// be hard may cost more; after [`MAX_STEPS`] the answer is yes, which refuses a write and never permits one.
+    /// be hard may cost more; after 65,536 steps the answer is yes, which refuses a write and never permits one.
     #[must_use]
     pub fn meets(&self, other: &Self) -> bool {
         let (a, b) = (Nest::of(self), Nest::of(other));
