@@ -241,10 +241,10 @@ impl StepProgress {
     pub(super) fn draw_layers(&mut self, tracer: &Tracer, ready: &[Handed]) {
         let Some(rect) = ready.last().map(|handed| handed.rect).filter(|_| tracer.is_on()) else { return };
         let (start, first) = self.clock.drawn;
-        let until = rect.layers().end - self.first_layer;
-        let layers = self.first_layer + first..rect.layers().end;
-        tracer.record(|| Span { rect: Rect::new(rect.tokens(), layers).ok(), ..Span::since(start, Kind::Compute) });
-        self.clock.drawn = (Instant::now(), until);
+        // Whole blocks of another request may follow the last group of layers: their compute is drawn already.
+        let Ok(rect) = Rect::new(rect.tokens(), self.first_layer + first..rect.layers().end) else { return };
+        tracer.record(|| Span::since(start, Kind::Compute).rect(rect));
+        self.clock.drawn = (Instant::now(), rect.layers().end - self.first_layer);
     }
 
     /// Draws the whole step, if anything was computed in it.
