@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
-use kvferry::contract::{EngineFinish, Hold, Scheduler, TransferParams, Worker};
+use kvferry::contract::{EngineFinish, Hold, ScheduledStep, Scheduler, TransferParams, Worker};
 use kvferry_protocol::message::EngineBytes;
 use kvferry_protocol::{BlockId, LayerId};
 use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
@@ -359,4 +359,22 @@ fn a_transfer_carries_the_request_that_began_it_and_no_other() {
         std::thread::yield_now();
     }
     assert_eq!(decode.read(&blocks, 20), prefill.read(&first_blocks, 20));
+}
+
+#[test]
+fn a_scheduler_half_with_another_block_size_than_the_cache_is_told_so() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::default());
+    let (prefill, mut decode) = engines(&Setup::prefill(), &Setup::decode(), &make);
+    let request = fetch("d", 1, 40, prefill.worker.local_address());
+    let blocks = decode.blocks(3, 40);
+    decode.scheduler.allocated(&request, &blocks, 0, 40).unwrap();
+    let mut meta = decode.scheduler.build_step(&ScheduledStep::default());
+    meta.loads[0].blocks.pop();
+    decode.worker.begin_step(meta).unwrap();
+    decode.idle_until("the refusal", |applied| {
+        let told = applied.failed.first().is_some_and(|failure| failure.reason.contains("tokens_per_block"));
+        assert!(applied.failed.is_empty() || told, "{applied:?}");
+        told
+    });
 }

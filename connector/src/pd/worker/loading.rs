@@ -141,7 +141,15 @@ impl Driver {
         }
         // It is sent when a session is up; what can never be sent is refused now, not when the deadline is over.
         EngineBytes::new(load.ask.clone()).map_err(|error| format!("the request to the prefill engine: {error}"))?;
-        let layers = self.caches.layers();
+        let (layers, per_block) = (self.caches.layers(), self.caches.tokens_per_block());
+        let needed = load.tokens.len().div_ceil(per_block as usize);
+        if !load.tokens.start.is_multiple_of(per_block) || load.blocks.len() != needed {
+            let (tokens, found) = (&load.tokens, load.blocks.len());
+            return Err(format!(
+                "{found} blocks for tokens {tokens:?}, but this worker's cache holds {per_block} tokens a block: give the \
+                 scheduler half the same tokens_per_block as the cache"
+            ));
+        }
         let wanted = Rect::new(load.tokens.clone(), layers.clone()).map_err(|error| error.to_string())?;
         let guards = self.caches.guard_write(&load.blocks, layers.clone())?;
         let mut entries = Vec::new();

@@ -57,7 +57,8 @@ use tier_threads::{TierAnswer, TierThreads};
 use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
 use crate::contract::{
-    BadStep, Cancel, Load, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store, Take, Worker,
+    BadStep, Cancel, Load, LoadFailure, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store,
+    Take, Worker,
 };
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
@@ -431,9 +432,12 @@ impl Worker for PdWorker {
         self.hand_over_blocks();
         self.step.begin(&meta);
         meta.settled.iter().for_each(|request| self.board.progress.forget(request));
+        // Known to `wait_layer` from here on, whenever the driver gets to it, and to `poll` if it never does.
+        meta.loads.iter().for_each(|load| self.board.progress.begin(&load.request, self.step.layers()));
+        if self.board.progress.is_closed() {
+            return Err(ConnectorError::Ended);
+        }
         for load in meta.loads {
-            // Known to `wait_layer` from here on, whenever the driver gets to it.
-            self.board.progress.begin(&load.request, self.step.layers());
             self.command(Command::Load(load))?;
         }
         let ready = self.step.ready_before(&meta.saves);
@@ -509,9 +513,20 @@ impl Worker for PdWorker {
 
     fn poll(&mut self) -> StepResults {
         let mut results = self.board.results();
-        let taken = std::mem::replace(&mut *results, StepResults::empty(self.tp_rank));
+        let mut taken = std::mem::replace(&mut *results, StepResults::empty(self.tp_rank));
         drop(results);
         self.step.ended(&taken.sent);
+        if self.board.progress.is_closed() {
+            // The transport is shut, so nothing touches the pages of what the driver left behind.
+            let reason = ConnectorError::Ended.to_string();
+            taken.failed.extend(self.board.progress.abandoned().into_iter().map(|request| LoadFailure {
+                request,
+                good_tokens: 0,
+                good_blocks: Vec::new(),
+                reason: reason.clone(),
+            }));
+            taken.sent.extend(self.step.abandoned());
+        }
         taken
     }
 

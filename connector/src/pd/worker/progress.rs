@@ -71,6 +71,25 @@ impl Progress {
         self.changed.notify_all();
     }
 
+    /// Whether nothing will land any more.
+    pub(super) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
+    /// Loads that nobody will end any more, each once: the driver is gone, whatever took it.
+    pub(super) fn abandoned(&self) -> Vec<RequestId> {
+        let mut state = self.lock();
+        if !state.closed {
+            return Vec::new();
+        }
+        let open = state.loads.iter_mut().filter(|(_, load)| load.ended.is_none());
+        open.map(|(request, load)| {
+            load.ended = Some(Ended::Failed);
+            request.clone()
+        })
+        .collect()
+    }
+
     /// Waits for one layer of one load. Returns whether the layer may be read, and how long the wait was.
     pub(super) fn wait(&self, request: &RequestId, layer: usize) -> (bool, Duration) {
         let began = Instant::now();
@@ -114,6 +133,18 @@ mod tests {
         assert!(board.wait(&id, 0).0);
         board.forget(&id);
         assert!(board.wait(&id, 0).0);
+    }
+
+    #[test]
+    fn loads_that_a_driver_left_behind_fail_once() {
+        let (board, ids) = (Progress::default(), ["a", "b"].map(RequestId::new));
+        ids.iter().for_each(|id| board.begin(id, 1));
+        board.ended(&ids[0], Ended::Loaded);
+        assert!(board.abandoned().is_empty(), "the driver lives");
+        board.close();
+        assert_eq!(board.abandoned(), [ids[1].clone()]);
+        assert!(board.abandoned().is_empty());
+        assert!(!board.wait(&ids[1], 0).0 && board.wait(&ids[0], 0).0);
     }
 
     #[test]

@@ -272,6 +272,11 @@ impl StepProgress {
             self.handed.retain(|_, so_far| !sent.contains(&so_far.request));
         }
     }
+
+    /// Requests whose sends nobody will end any more, each once.
+    pub(super) fn abandoned(&mut self) -> Vec<RequestId> {
+        std::mem::take(&mut self.handed).into_values().map(|so_far| so_far.request).collect()
+    }
 }
 
 impl StepClock {
