@@ -40,8 +40,11 @@ pub struct PrefillOptions {
 /// Whether somebody else listens on a port already.
 fn in_use(error: &(dyn std::error::Error + 'static)) -> bool {
     std::iter::successors(Some(error), |error| error.source())
-        .filter_map(|error| error.downcast_ref::<std::io::Error>())
-        .any(|error| error.kind() == std::io::ErrorKind::AddrInUse)
+        // The transport shares its errors.
+        .filter_map(|error| {
+            error.downcast_ref().or_else(|| error.downcast_ref::<Arc<std::io::Error>>().map(Arc::as_ref))
+        })
+        .any(|error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse)
 }
 
 /// Serves until it is told to end.
