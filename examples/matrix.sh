@@ -6,7 +6,12 @@ set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
 model=${1:-$("$here/fetch-smollm2.sh")}
-longest=${LONGEST:-1500}
+[ "$model" = embedded ] || [ -f "$model" ] || {
+    echo "matrix: there is no model $model; name a GGUF file, or embedded" >&2
+    exit 1
+}
+# The built-in model makes a token of each byte: 500 words are what its context of 4,096 holds.
+[ "$model" = embedded ] && longest=${LONGEST:-500} || longest=${LONGEST:-1500}
 max_tokens=${MAX_TOKENS:-16}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT INT TERM

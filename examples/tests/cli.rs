@@ -7,6 +7,7 @@ fn run(binary: &str, args: &[&str], stdin: &str) -> Output {
     let mut child = Command::new(binary)
         .args(args)
         .env_remove("KVFERRY_PSK")
+        .env("RUST_BACKTRACE", "1")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -32,7 +33,12 @@ fn what_cannot_start_says_why_and_how_to_mend_it() {
         (DECODE, &["--prefill", "127.0.0.1:9"], &["psk_file", "KVFERRY_PSK"]),
         (DECODE, &["--exit-with-stdin"], &["--http"]),
         (DECODE, &["--temperature", "9"], &["from 0 to 2"]),
-        (DECODE, &["--blocks", "0"], &["--blocks"]),
+        (DECODE, &["--blocks", "0"], &["--blocks", "at least 1"]),
+        (DECODE, &["--config", "/nonexistent.toml"], &["--prefill"]),
+        (DECODE, &["--order", "prefill-first"], &["--order", "--prefill"]),
+        (DECODE, &["--max-tokens", "0"], &["at least 1"]),
+        (PREFILL, &["--listen", "localhost:7500"], &["--listen", "IP:PORT"]),
+        (PAIR, &["--max-tokens", "99999999"], &["prompt 1", "4096", "--max-tokens"]),
         (DECODE, &["--http", "203.0.113.1:80"], &["--http 203.0.113.1:80 cannot be listened on"]),
         (PAIR, &["--prompts", "/nonexistent.txt"], &["/nonexistent.txt", "one prompt a line"]),
         (PAIR, &["--kv-dtype", "fp8"], &["f32, f16 or bf16"]),
@@ -43,7 +49,8 @@ fn what_cannot_start_says_why_and_how_to_mend_it() {
         for want in wants {
             assert!(said.contains(want), "{binary} {args:?}: {want:?} is not in {said:?}");
         }
-        assert!(!said.contains("panicked"), "{said}");
+        assert!(!said.contains("panicked") && !said.contains("backtrace"), "{said}");
+        assert!(!said.contains('\u{1b}'), "colours where no terminal is: {said:?}");
     }
 }
 
@@ -62,7 +69,37 @@ fn a_terminal_gets_an_answer_for_each_line() {
 #[test]
 fn a_prompt_that_cannot_be_answered_does_not_end_a_terminal() {
     let output = run(DECODE, &["--blocks", "2", "--max-tokens", "4"], &format!("{}\nshort\n", "long ".repeat(20)));
-    assert!(output.status.success());
+    assert_eq!(output.status.code(), Some(1), "one prompt failed");
     assert!(String::from_utf8(output.stderr).unwrap().contains("the cache has 2; shorten it"));
     assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 1);
+}
+
+#[test]
+fn answers_that_nobody_reads_end_a_terminal_quietly() {
+    let mut child = Command::new(DECODE)
+        .args(["--max-tokens", "4"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    // It may end before it has read all lines.
+    let _ = child.stdin.take().unwrap().write_all(b"one\ntwo\nthree\n");
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
+}
+
+#[test]
+fn a_taken_port_is_named_with_its_option() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    for (binary, option) in [(PREFILL, "--listen"), (DECODE, "--http")] {
+        let mut command = Command::new(binary);
+        let output = command.args([option, &address]).env("KVFERRY_PSK", "0123456789abcdef").output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(&format!("{option} {address}")) && said.contains("0 for a free one"), "{said}");
+    }
 }

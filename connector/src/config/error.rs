@@ -42,7 +42,7 @@ pub enum ConfigError {
     /// A key has a value that cannot be used.
     #[error("{key} = {found}: {fix}")]
     Value {
-        /// The key; as its environment variable if the text in it cannot be read.
+        /// The key, after the file and line that it stands in; or its environment variable, if that gave the value.
         key: String,
         /// Its value.
         found: String,
@@ -56,8 +56,8 @@ pub enum ConfigError {
         min = super::PreSharedKey::MIN_BYTES, max = super::PreSharedKey::MAX_BYTES
     )]
     Psk {
-        /// `psk_file`, or the environment variable.
-        origin: &'static str,
+        /// `psk_file` and the file, or the environment variable.
+        origin: String,
         /// How long it is, without the end of the line.
         bytes: usize,
     },

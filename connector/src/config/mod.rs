@@ -37,7 +37,7 @@ use kvferry_protocol::Incarnation;
 
 pub use error::ConfigError;
 pub use psk::PreSharedKey;
-pub use raw::{KEYS, Key, RawConfig, table};
+pub use raw::{KEYS, Key, Origins, RawConfig, table};
 pub use typed::{ConnectorConfig, Deadlines, Limits, LoadFailurePolicy, Network, Role, TransferOrder, TransportKind};
 
 impl ConnectorConfig {

@@ -19,11 +19,11 @@ impl PreSharedKey {
     ///
     /// # Errors
     /// [`ConfigError::Psk`] if it is too short or too long.
-    pub fn new(bytes: &[u8], origin: &'static str) -> Result<Self, ConfigError> {
+    pub fn new(bytes: &[u8], origin: &str) -> Result<Self, ConfigError> {
         let end = bytes.iter().rposition(|byte| !matches!(byte, b'\n' | b'\r')).map_or(0, |last| last + 1);
         let bytes = &bytes[..end];
         if !(Self::MIN_BYTES..=Self::MAX_BYTES).contains(&bytes.len()) {
-            return Err(ConfigError::Psk { origin, bytes: bytes.len() });
+            return Err(ConfigError::Psk { origin: origin.to_owned(), bytes: bytes.len() });
         }
         Ok(Self(bytes.into()))
     }

@@ -1,5 +1,6 @@
 //! What was written, before anything is checked but its form.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -27,6 +28,24 @@ impl Key {
     }
 }
 
+/// Where the values of a [`RawConfig`] were written. It says nothing of what they are: any two are equal.
+#[derive(Clone, Debug, Default)]
+pub struct Origins(BTreeMap<&'static str, Origin>);
+
+impl PartialEq for Origins {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Origin {
+    /// The key as an error names it: with file and line, or as a variable.
+    place: String,
+    /// The value that was read there; a program may have set another one since.
+    read: String,
+}
+
 macro_rules! keys {
     ($($name:ident: $type:ty, $default:literal, $meaning:literal;)+) => {
         /// A configuration as it was written; a key that is `None` was not. Becomes a
@@ -38,6 +57,9 @@ macro_rules! keys {
             /// The pre-shared key itself, which wins over `psk_file`; never read from a configuration file.
             #[serde(skip)]
             pub psk: Option<PreSharedKey>,
+            /// Where the values stand, for errors.
+            #[serde(skip)]
+            pub origins: Origins,
         }
 
         /// All keys, in the order of the documentation.
@@ -51,6 +73,14 @@ macro_rules! keys {
                     _ => {}
                 }
                 Ok(())
+            }
+
+            /// What a key is set to, to see whether it is still what was read.
+            fn shown(&self, name: &str) -> String {
+                match name {
+                    $(stringify!($name) => format!("{:?}", self.$name),)+
+                    _ => String::new(),
+                }
             }
         }
     };
@@ -110,7 +140,7 @@ impl RawConfig {
     }
 
     fn parse(text: &str, origin: &str) -> Result<Self, ConfigError> {
-        toml::from_str(text).map_err(|error| {
+        let mut raw: Self = toml::from_str(text).map_err(|error: toml::de::Error| {
             let at = error.span().map_or(0, |span| span.start).min(text.len());
             let before = text.get(..at).unwrap_or_default();
             let line = before.lines().count().max(1) + usize::from(before.ends_with('\n'));
@@ -118,10 +148,34 @@ impl RawConfig {
             let key = written.split('=').next().unwrap_or_default().trim().to_owned();
             let problem = match key.as_str() {
                 "psk" => "a secret does not belong here: name a file with psk_file, or set KVFERRY_PSK".to_owned(),
-                _ => error.message().to_owned(),
+                _ => in_words(error.message()),
             };
             ConfigError::Syntax { origin: origin.to_owned(), line, key, problem }
-        })
+        })?;
+        for (index, line) in text.lines().enumerate() {
+            let Some((written, _)) = line.split_once('=') else { continue };
+            if let Some(key) = KEYS.iter().find(|key| key.name == written.trim().trim_matches(['"', '\''])) {
+                raw.came_from(key.name, format!("{origin}, line {}: {}", index + 1, key.name));
+            }
+        }
+        Ok(raw)
+    }
+
+    fn came_from(&mut self, key: &'static str, place: String) {
+        let read = self.shown(key);
+        self.origins.0.insert(key, Origin { place, read });
+    }
+
+    /// The error, which says where its value was written if that is known.
+    pub(super) fn placed(&self, error: ConfigError) -> ConfigError {
+        match error {
+            ConfigError::Value { key, found, fix } => {
+                let origin = self.origins.0.get(key.as_str()).filter(|origin| origin.read == self.shown(&key));
+                let key = origin.map_or(key, |origin| origin.place.clone());
+                ConfigError::Value { key, found, fix }
+            }
+            other => other,
+        }
     }
 
     /// Sets what the environment says; each variable wins over what was set before. Variables that start with `KVFERRY_` but
@@ -147,6 +201,7 @@ impl RawConfig {
                 return Err(refuse(format!("{value:?}"), "write it in UTF-8"));
             };
             self.set(key.name, text).map_err(|fix| refuse(format!("{text:?}"), fix))?;
+            self.came_from(key.name, variable.to_owned());
             psk_sources += usize::from(key.name == "psk_file");
             if psk_sources > 1 {
                 return Err(refuse(format!("{text:?}"), "unset this or KVFERRY_PSK: each gives a pre-shared key"));
@@ -154,6 +209,17 @@ impl RawConfig {
         }
         Ok(())
     }
+}
+
+/// The parser's message without the names of Rust's types.
+fn in_words(message: &str) -> String {
+    let words = [
+        ("expected u64", "expected a whole number, not negative"),
+        ("expected f64", "expected a number"),
+        ("expected a sequence", "expected a list, such as ['10.0.0.7:7400']"),
+        ("expected a boolean", "expected true or false"),
+    ];
+    words.iter().fold(message.to_owned(), |message, (rust, plain)| message.replace(rust, plain))
 }
 
 /// How a key is written in an environment variable; the error says what to write.

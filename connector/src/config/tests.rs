@@ -141,10 +141,10 @@ fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
         // What is in the file beside the base, the words of the error.
         ("engine_id = 'a'", ["line 3", "engine_id", "duplicate"]),
         ("tp_rnk = 1", ["line 3", "tp_rnk", "tp_rank"]),
-        ("\n\nlanes = 'four'", ["line 5", "lanes", "string \"four\", expected u64"]),
-        ("lanes = -1", ["line 3", "lanes", "integer `-1`, expected u64"]),
+        ("\n\nlanes = 'four'", ["line 5", "lanes", "string \"four\", expected a whole number"]),
+        ("lanes = -1", ["line 3", "lanes", "integer `-1`, expected a whole number"]),
         ("lanes = 4 5", ["line 3", "lanes", "expected"]),
-        ("lanes = 0", ["lanes = 0", "1 to 64", ""]),
+        ("lanes = 0", ["configuration, line 3: lanes = 0", "1 to 64", ""]),
         ("lanes = 65", ["lanes = 65", "1 to 64", ""]),
         ("tp_size = 0", ["tp_size = 0", "1 to 1024", ""]),
         ("tp_size = 4\ntp_rank = 4", ["tp_rank = 4", "less than tp_size, which is 4", "from 0"]),
@@ -157,7 +157,7 @@ fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
         ("listen = '0.0.0.0:7400'", ["listen = 0.0.0.0:7400", "set advertise", ""]),
         ("advertise = '0.0.0.0:7400'", ["advertise = 0.0.0.0:7400", "dialled", ""]),
         ("peers = ['1.2.3.4:5', '1.2.3.4:0']", ["peers = 1.2.3.4:0", "port 0", ""]),
-        ("peers = '1.2.3.4:5'", ["peers", "expected a sequence", ""]),
+        ("peers = '1.2.3.4:5'", ["peers", "expected a list", ""]),
         ("link_gbps = 0.0", ["link_gbps = 0", "more than 0", ""]),
         ("link_gbps = nan", ["link_gbps = NaN", "more than 0", ""]),
         ("link_gbps = inf", ["link_gbps = inf", "at most 100000", ""]),
@@ -182,13 +182,14 @@ fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
 fn what_is_missing_or_mistyped_in_the_environment_is_named() {
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], [&'a str; 2]);
     let psk = ("KVFERRY_PSK", SECRET);
-    let cases: [Case<'_>; 10] = [
+    let cases: [Case<'_>; 11] = [
         ("role = 'both'", &[psk], ["engine_id is missing", "KVFERRY_ENGINE_ID"]),
         ("engine_id = 'a'", &[psk], ["role is missing", "prefill, decode or both"]),
         ("engine_id = 'a b'\nrole = 'both'", &[psk], ["engine_id = \"a b\"", "A-Z"]),
         ("engine_id = 'a'\nrole = 'master'", &[psk], ["role = \"master\"", "prefill, decode, both"]),
         (BASE, &[], ["psk_file is missing", "KVFERRY_PSK"]),
         (BASE, &[psk, ("KVFERRY_LANES", "many")], ["KVFERRY_LANES = \"many\"", "whole number"]),
+        (BASE, &[psk, ("KVFERRY_LANES", "0")], ["KVFERRY_LANES = 0", "1 to 64"]),
         (BASE, &[psk, ("KVFERRY_LANES", "-1")], ["KVFERRY_LANES = \"-1\"", "not negative"]),
         (BASE, &[psk, ("KVFERRY_LINK_GBPS", "25G")], ["KVFERRY_LINK_GBPS = \"25G\"", "without a unit"]),
         (BASE, &[psk, ("KVFERRY_LAYERWISE", "yes")], ["KVFERRY_LAYERWISE = \"yes\"", "true or false"]),
@@ -214,7 +215,10 @@ fn the_pre_shared_key_is_read_from_a_file_without_its_line_end() {
 
     std::fs::write(&path, "short\n").unwrap();
     let error = told(&load(&toml, &[]).unwrap_err());
-    assert!(error.contains("psk_file has 5 bytes") && error.contains("16 to 1024"), "{error}");
+    assert!(
+        error.contains(&format!("psk_file {} has 5 bytes", path.display())) && error.contains("16 to 1024"),
+        "{error}"
+    );
     std::fs::write(&path, vec![b'x'; 3000]).unwrap();
     let error = told(&load(&toml, &[]).unwrap_err());
     assert!(error.contains("more than 2048 bytes"), "{error}");
@@ -261,6 +265,14 @@ fn the_configuration_file_is_read_with_its_limits() {
         assert!(error.contains(word), "{error}");
     }
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn a_value_that_the_program_set_is_not_said_to_be_in_the_file() {
+    let mut raw = RawConfig::from_toml(&format!("{BASE}transport = 'loopback'\nlanes = 2")).unwrap();
+    raw.lanes = Some(65);
+    let error = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap_err().to_string();
+    assert!(error.starts_with("lanes = 65"), "{error}");
 }
 
 #[test]

@@ -218,6 +218,12 @@ impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
     type Error = ConfigError;
 
     fn try_from((raw, incarnation): (RawConfig, Incarnation)) -> Result<Self, ConfigError> {
+        Self::check(raw.clone(), incarnation).map_err(|error| raw.placed(error))
+    }
+}
+
+impl ConnectorConfig {
+    fn check(raw: RawConfig, incarnation: Incarnation) -> Result<Self, ConfigError> {
         let Some(name) = &raw.engine_id else {
             return Err(ConfigError::Missing { key: "engine_id", fix: "give each serving instance a name of its own" });
         };
@@ -399,7 +405,7 @@ fn reachable(key: &str, text: &str) -> Result<SocketAddr, ConfigError> {
 
 fn read_psk(path: PathBuf) -> Result<PreSharedKey, ConfigError> {
     match read_limited(&path, 2 * PreSharedKey::MAX_BYTES as u64) {
-        Ok(bytes) => PreSharedKey::new(&bytes, "psk_file"),
+        Ok(bytes) => PreSharedKey::new(&bytes, &format!("psk_file {}", path.display())),
         Err(source) => Err(ConfigError::Read { key: "psk_file", path, source }),
     }
 }

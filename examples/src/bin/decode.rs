@@ -1,12 +1,14 @@
 //! Generates text on KV blocks that a prefill node computed.
 #![forbid(unsafe_code)]
 
+use std::process::ExitCode;
+
 use clap::Parser;
-use kvferry_examples::cli::start_log;
+use kvferry_examples::cli::{exit, start_log};
 use kvferry_examples::nodes::{DecodeOptions, run_decode};
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
     let options = DecodeOptions::parse();
     start_log();
-    run_decode(&options)
+    exit(run_decode(&options))
 }

@@ -5,17 +5,21 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Parser;
-use kvferry_examples::cli::{PairOptions, start_log};
+use kvferry_examples::cli::{PairOptions, exit, start_log};
 use kvferry_examples::nodes::{DecodeOptions, PrefillOptions, run_decode, run_prefill};
 use kvferry_examples::pair::{self, Role};
 
-fn main() -> anyhow::Result<ExitCode> {
+fn main() -> ExitCode {
     start_log();
+    exit(run())
+}
+
+fn run() -> anyhow::Result<ExitCode> {
     // The two nodes are this program again, so that it needs no other binary beside it.
     let child = || std::env::args_os().skip(1);
     match Role::of_this_process() {
         Some(Role::Prefill) => runtime()?.block_on(run_prefill(&PrefillOptions::parse_from(child())))?,
-        Some(Role::Decode) => run_decode(&DecodeOptions::parse_from(child()))?,
+        Some(Role::Decode) => return run_decode(&DecodeOptions::parse_from(child())),
         None => return runtime()?.block_on(compare(&PairOptions::parse())),
     }
     Ok(ExitCode::SUCCESS)

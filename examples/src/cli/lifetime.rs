@@ -1,6 +1,7 @@
 //! When a process ends: on a signal, or with the process that started it.
 
-use std::io::Read;
+use std::io::{IsTerminal, Read};
+use std::process::ExitCode;
 
 use tokio::sync::oneshot;
 
@@ -31,5 +32,23 @@ pub async fn until_end(with_stdin: bool) -> std::io::Result<()> {
 pub fn start_log() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env();
     let filter = filter.unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    log.with_ansi(std::io::stderr().is_terminal()).init();
+}
+
+/// What a program ends with; an error is told with what caused it, without a backtrace: it is the user's to mend.
+#[must_use]
+pub fn exit(result: anyhow::Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        // Errors that pass on another one's words would say them twice.
+        let mut told = error.to_string();
+        for cause in error.chain().skip(1).map(ToString::to_string) {
+            if !told.contains(&cause) {
+                eprintln!("  caused by: {cause}");
+            }
+            told = cause;
+        }
+        ExitCode::FAILURE
+    })
 }

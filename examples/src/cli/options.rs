@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use clap::{Args, Parser, ValueEnum};
 use kvferry::config::{ConfigError, LoadFailurePolicy, RawConfig, Role, TransferOrder};
 use kvferry::trace::{TraceError, Tracer};
@@ -54,13 +55,13 @@ pub struct EngineOptions {
     #[arg(long, value_name = "TOKENS", default_value = "16", value_parser = tokens_per_block)]
     pub block: u32,
     /// KV blocks in the cache
-    #[arg(long, value_name = "COUNT", default_value = "1024")]
+    #[arg(long, value_name = "COUNT", default_value = "1024", value_parser = count)]
     pub blocks: NonZeroU32,
     /// The most prompt tokens that are computed in one step
-    #[arg(long, value_name = "TOKENS", default_value = "128")]
+    #[arg(long, value_name = "TOKENS", default_value = "128", value_parser = count)]
     pub chunk: NonZeroU32,
     /// The most requests that are computed at the same time
-    #[arg(long, value_name = "COUNT", default_value = "16")]
+    #[arg(long, value_name = "COUNT", default_value = "16", value_parser = count)]
     pub max_running: NonZeroU32,
     /// Tensor-parallel ranks: each holds the KV of some heads and has a connector of its own. Must divide the model's KV heads, or
     /// be a multiple of them
@@ -109,11 +110,22 @@ impl From<Order> for TransferOrder {
 }
 
 impl LinkOptions {
+    /// The first of these options that was given.
+    #[must_use]
+    pub fn given(&self) -> Option<&'static str> {
+        let given = [
+            ("--transport", self.transport.is_some()),
+            ("--link-gbps", self.link_gbps.is_some()),
+            ("--order", self.order.is_some()),
+        ];
+        given.into_iter().find_map(|(option, given)| given.then_some(option))
+    }
+
     /// kvferry's configuration for a node: an optional file, then the environment (`KVFERRY_PSK`, the cluster's key), then
     /// these options.
     ///
     /// # Errors
-    /// [`ConfigError`] if the file or the environment is wrong.
+    /// [`ConfigError`] if the file or the environment is wrong, or gives a role that is not this node's.
     pub fn connector(
         &self,
         file: Option<&Path>,
@@ -125,7 +137,14 @@ impl LinkOptions {
         // A name of its own for each node: two of one name would take each other's place at their peers.
         let chance = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), std::process::id());
         raw.engine_id.get_or_insert_with(|| format!("{role}-{:08x}", chance as u32));
-        raw.role = Some(role.to_string());
+        let written = raw.role.replace(role.to_string());
+        if let Some(found) = written.filter(|found| *found != role.to_string() && found != "both") {
+            return Err(ConfigError::Value {
+                key: "role".into(),
+                found: format!("{found:?}"),
+                fix: format!("this is the {role} node; write {role} or both, or leave it out"),
+            });
+        }
         if let Some(TransportKind::Tcp) = self.transport {
             raw.transport = Some(kvferry::config::TransportKind::Tcp.to_string());
         }
@@ -175,10 +194,10 @@ pub struct PairOptions {
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Tokens to generate for each prompt
-    #[arg(long, value_name = "COUNT", default_value = "32")]
+    #[arg(long, value_name = "COUNT", default_value = "32", value_parser = count)]
     pub max_tokens: NonZeroU32,
     /// Prompts that are under way at the same time
-    #[arg(long, value_name = "COUNT", default_value = "1")]
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = count)]
     pub concurrency: NonZeroU32,
     /// Element type of the KV cache: f32, f16 or bf16
     #[arg(long, value_name = "DTYPE", default_value = "f16")]
@@ -196,13 +215,13 @@ pub struct PairOptions {
     #[arg(long, value_name = "TOKENS", default_value = "16", value_parser = tokens_per_block)]
     pub decode_block: u32,
     /// The most prompt tokens that are computed in one step
-    #[arg(long, value_name = "TOKENS", default_value = "128")]
+    #[arg(long, value_name = "TOKENS", default_value = "128", value_parser = count)]
     pub chunk: NonZeroU32,
     /// Whether prefill keeps blocks in host memory, and decode sends it those of its answers
     #[arg(long, value_enum, default_value = "off")]
     pub write_back: Switch,
     /// Turns of a conversation for each prompt: its answer and a short follow-up are the next prompt's end
-    #[arg(long, value_name = "COUNT", default_value = "1")]
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = count)]
     pub turns: NonZeroU32,
     /// Tensor-parallel ranks of each prefill node
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -225,6 +244,32 @@ pub struct PairOptions {
     /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,
+}
+
+/// An address to listen on.
+///
+/// # Errors
+/// What to write instead.
+pub fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "write IP:PORT, such as 127.0.0.1:7400; names are not looked up".into())
+}
+
+/// Listens there for HTTP.
+///
+/// # Errors
+/// The system's, with the option's name and what else to write.
+pub async fn listen_on(option: &str, address: SocketAddr) -> anyhow::Result<tokio::net::TcpListener> {
+    tokio::net::TcpListener::bind(address)
+        .await
+        .with_context(|| format!("{option} {address} cannot be listened on; write another port, or 0 for a free one"))
+}
+
+/// A number of things, of which there must be one.
+///
+/// # Errors
+/// What to write instead.
+pub fn count(text: &str) -> Result<NonZeroU32, String> {
+    text.parse().map_err(|_| "write a whole number, at least 1".into())
 }
 
 fn tokens_per_block(text: &str) -> Result<u32, String> {

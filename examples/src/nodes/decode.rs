@@ -1,17 +1,19 @@
 //! Generates text: on a terminal, or over HTTP; from KV that a prefill node computed, or from its own.
-use std::io::{BufRead, Write};
+use std::io::{BufRead, ErrorKind, Write};
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 
-use crate::cli::{EngineOptions, LinkOptions, TraceOptions, until_end};
+use crate::cli::{EngineOptions, LinkOptions, TraceOptions, address, count, listen_on, until_end};
 use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
 use crate::http::{Frontend, LocalRouter, Router, router};
 use crate::model::TextStream;
 use crate::node::LoadedModel;
 use crate::pd::PdNode;
 use crate::prefills::PrefillAddress;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::Parser;
 use kvferry::config::Role;
 use kvferry::metrics::Metrics;
@@ -34,11 +36,11 @@ pub struct DecodeOptions {
     #[arg(long, value_name = "IP:PORT[+IP:PORT...],...", value_delimiter = ',')]
     prefill: Vec<PrefillAddress>,
     /// Serve POST /v1/completions there; port 0 takes a free one. The address is printed as one line of JSON
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = address)]
     http: Option<SocketAddr>,
     /// Tokens to generate for each prompt of standard input
-    #[arg(long, value_name = "COUNT", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
-    max_tokens: u32,
+    #[arg(long, value_name = "COUNT", default_value = "64", value_parser = count)]
+    max_tokens: NonZeroU32,
     /// Temperature of the draws for prompts of standard input; 0 is greedy
     #[arg(long, value_name = "NUMBER", default_value = "0", value_parser = temperature)]
     temperature: f32,
@@ -46,7 +48,7 @@ pub struct DecodeOptions {
     #[arg(long, value_name = "NUMBER", default_value = "0")]
     seed: u64,
     /// kvferry's configuration file
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "prefill")]
     config: Option<PathBuf>,
     /// End when standard input ends; with --http only
     #[arg(long, requires = "http")]
@@ -70,26 +72,30 @@ fn temperature(text: &str) -> Result<f32, String> {
 /// Serves or converses until it is told to end.
 ///
 /// # Errors
-/// Whatever keeps the node from starting or from going on.
-pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<()> {
+/// Whatever keeps the node from starting or from going on. A prompt of standard input that was not answered is told where it
+/// happens, and makes the code a failure.
+pub fn run_decode(options: &DecodeOptions) -> anyhow::Result<ExitCode> {
     let model = LoadedModel::load(&options.engine.model)?;
     let tracer = options.trace.tracer();
     let node = start(options, &model, &tracer)?;
-    match options.http {
+    let code = match options.http {
         Some(address) => tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()?
-            .block_on(serve(options, model, node, address))?,
+            .block_on(serve(options, model, node, address))
+            .map(|()| ExitCode::SUCCESS)?,
         None => converse(options, &model, &node)?,
-    }
+    };
     options.trace.write(&tracer, "decode")?;
-    Ok(())
+    Ok(code)
 }
 
 fn start(options: &DecodeOptions, model: &LoadedModel, tracer: &Tracer) -> anyhow::Result<Node> {
     let config = options.engine.node();
     if options.prefill.is_empty() {
+        let unused = options.link.given();
+        ensure!(unused.is_none(), "{} is of no use without --prefill: nothing is transferred", unused.unwrap_or(""));
         let (router, metrics) = (Arc::new(LocalRouter), vec![Arc::new(Metrics::new())]);
         return Ok(Node { engine: model.start_local(&config)?, router, metrics });
     }
@@ -100,8 +106,7 @@ fn start(options: &DecodeOptions, model: &LoadedModel, tracer: &Tracer) -> anyho
 }
 
 async fn serve(options: &DecodeOptions, model: LoadedModel, node: Node, address: SocketAddr) -> anyhow::Result<()> {
-    let listener = tokio::net::TcpListener::bind(address).await;
-    let listener = listener.with_context(|| format!("--http {address} cannot be listened on"))?;
+    let listener = listen_on("--http", address).await?;
     println!("{}", json!({ "node": "decode", "http": listener.local_addr()?.to_string() }));
     let routes = router(Frontend { engine: node.engine.handle(), model, router: node.router, metrics: node.metrics });
     tokio::select! {
@@ -112,18 +117,25 @@ async fn serve(options: &DecodeOptions, model: LoadedModel, node: Node, address:
 }
 
 /// One prompt a line in, its text out as it comes.
-fn converse(options: &DecodeOptions, model: &LoadedModel, node: &Node) -> anyhow::Result<()> {
+fn converse(options: &DecodeOptions, model: &LoadedModel, node: &Node) -> anyhow::Result<ExitCode> {
     let sampling = match options.temperature {
         0.0 => Sampling::Greedy,
         temperature => Sampling::Temperature { temperature, seed: options.seed },
     };
+    let mut code = ExitCode::SUCCESS;
     for line in std::io::stdin().lock().lines() {
         let prompt = line.context("standard input is no UTF-8 text")?;
-        if let Err(error) = answer(&prompt, sampling, options.max_tokens as usize, model, node) {
+        if let Err(error) = answer(&prompt, sampling, options.max_tokens.get() as usize, model, node) {
+            let io = error.downcast_ref::<std::io::Error>();
+            if io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe) {
+                // Nobody reads the answers any more, as behind `| head`.
+                break;
+            }
             eprintln!("error: {error:#}");
+            code = ExitCode::FAILURE;
         }
     }
-    Ok(())
+    Ok(code)
 }
 
 fn answer(prompt: &str, sampling: Sampling, max: usize, model: &LoadedModel, node: &Node) -> anyhow::Result<()> {

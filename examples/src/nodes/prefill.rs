@@ -4,11 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::cli::{EngineOptions, LinkOptions, TraceOptions, until_end};
+use crate::cli::{EngineOptions, LinkOptions, TraceOptions, address, listen_on, until_end};
 use crate::http::metrics_router;
 use crate::node::LoadedModel;
 use crate::pd::PdNode;
-use anyhow::Context;
 use clap::Parser;
 use kvferry::config::Role;
 use serde_json::json;
@@ -25,10 +24,10 @@ pub struct PrefillOptions {
     trace: TraceOptions,
     /// Where decode nodes connect; port 0 takes a free one. With several ranks, rank n listens n ports higher. The addresses are
     /// printed as one line of JSON
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = address)]
     listen: Option<SocketAddr>,
     /// Serve GET /metrics there
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = address)]
     metrics: Option<SocketAddr>,
     /// kvferry's configuration file
     #[arg(long, value_name = "FILE")]
@@ -36,6 +35,16 @@ pub struct PrefillOptions {
     /// End when standard input ends
     #[arg(long)]
     exit_with_stdin: bool,
+}
+
+/// Whether somebody else listens on a port already.
+fn in_use(error: &(dyn std::error::Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| error.source())
+        // The transport shares its errors.
+        .filter_map(|error| {
+            error.downcast_ref().or_else(|| error.downcast_ref::<Arc<std::io::Error>>().map(Arc::as_ref))
+        })
+        .any(|error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse)
 }
 
 /// Serves until it is told to end.
@@ -46,11 +55,17 @@ pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
     let raw = options.link.connector(options.config.as_deref(), Role::Prefill, options.listen)?;
     let model = LoadedModel::load(&options.engine.model)?;
     let tracer = options.trace.tracer();
-    let node = Arc::new(PdNode::start_traced(&model, &options.engine.node(), raw, &tracer)?);
+    let listen = raw.listen.clone().unwrap_or_default();
+    let node = PdNode::start_traced(&model, &options.engine.node(), raw, &tracer);
+    let node = Arc::new(node.map_err(|error| match in_use(&error) {
+        true => anyhow::Error::from(error).context(format!(
+            "--listen {listen} cannot be listened on; write another port, or 0 for a free one (ranks take ports in a row)"
+        )),
+        false => error.into(),
+    })?);
     let mut metrics = None;
     if let Some(address) = options.metrics {
-        let listener = tokio::net::TcpListener::bind(address).await;
-        let listener = listener.with_context(|| format!("--metrics {address} cannot be listened on"))?;
+        let listener = listen_on("--metrics", address).await?;
         metrics = Some(listener.local_addr()?.to_string());
         let routes = metrics_router(node.engine.handle(), node.metrics.clone());
         tokio::spawn(async move { axum::serve(listener, routes).await });

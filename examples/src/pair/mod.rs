@@ -6,11 +6,12 @@ mod client;
 mod report;
 mod turns;
 
+use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use kvferry_protocol::TpRank;
 use kvferry_protocol::layout::heads_of;
 use serde_json::{Value, json};
@@ -60,7 +61,19 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
     let turns = options.turns.get() as usize;
     let follow_ups = turns::follow_ups(&model.tokenizer, turns - 1).map_err(anyhow::Error::msg)?;
     let said = follow_ups.iter().map(Vec::len).sum::<usize>() + turns * options.max_tokens.get() as usize;
+    let context = model.model.config().context;
+    for (number, prompt) in (1..).zip(&tokens) {
+        ensure!(
+            prompt.len().saturating_add(said) <= context,
+            "prompt {number} has {} tokens, and --max-tokens and --turns add up to {said}: the model's context is {context}; \
+             shorten the prompt or lower --max-tokens",
+            prompt.len()
+        );
+    }
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + said;
+    // More at once than there are prompts would only reserve memory.
+    let at_once = options.concurrency.min(NonZeroU32::new(prompts.len() as u32).unwrap_or(NonZeroU32::MIN));
+    let options = &PairOptions { concurrency: at_once, ..options.clone() };
     let (reference, alone) = reference(options, &model, tokens, &follow_ups, longest).await?;
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
