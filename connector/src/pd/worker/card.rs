@@ -2,11 +2,15 @@
 
 use std::ops::Range;
 
-use kvferry_protocol::layout::Shard;
+use bytes::Bytes;
+use kvferry_protocol::layout::{KvLayout, Shard, heads_of};
 use kvferry_protocol::manifest::{Manifest, Mismatch, compare};
 use kvferry_protocol::transfer::Order;
 use kvferry_protocol::{PeerId, codec};
 use serde::{Deserialize, Serialize};
+
+use crate::config::ConnectorConfig;
+use crate::error::ConnectorError;
 
 /// A worker's greeting; crosses the wire.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -70,6 +74,57 @@ pub enum Refusal {
         /// Why.
         problem: String,
     },
+}
+
+/// How the greeting for the transport's handshake is made: it must be known before a transport is built.
+///
+/// # Errors
+/// [`ConnectorError::Caches`] if the shape is not the manifest's.
+pub fn greeting(
+    config: &ConnectorConfig,
+    manifest: &Manifest,
+    shard: Shard,
+    layout: &KvLayout,
+) -> Result<Bytes, ConnectorError> {
+    Ok(card(config, manifest, shard, layout)?.encode().into())
+}
+
+/// What a worker says of itself.
+pub(super) fn card(
+    config: &ConnectorConfig,
+    manifest: &Manifest,
+    shard: Shard,
+    layout: &KvLayout,
+) -> Result<WorkerCard, ConnectorError> {
+    let shape = layout.shape();
+    let end = |first: u16, count: u16| u32::from(first) + u32::from(count);
+    let refuse = |problem: String| Err(ConnectorError::Caches { problem });
+    if end(shard.first_layer.get(), shape.layers) > manifest.layers.into() {
+        return refuse(format!(
+            "layers from {} on, {} of them, but the model has {}",
+            shard.first_layer, shape.layers, manifest.layers
+        ));
+    }
+    let (tp_rank, tp_size) = (config.peer().tp_rank, config.tp_size().get());
+    let heads = match heads_of(tp_rank, tp_size, manifest.kv_heads) {
+        Ok(heads) => heads,
+        Err(error) => return refuse(format!("{error}: tp_size is {tp_size}")),
+    };
+    if (shard.first_head, shape.heads) != (heads.start, heads.len() as u16) {
+        return refuse(format!(
+            "heads from {} on, {} of them, but tp_rank {tp_rank} of {tp_size} holds {heads:?} of the model's {}",
+            shard.first_head, shape.heads, manifest.kv_heads
+        ));
+    }
+    Ok(WorkerCard {
+        version: WorkerCard::VERSION,
+        manifest: manifest.clone(),
+        shard,
+        layers: shape.layers,
+        heads: shape.heads,
+        tp_size,
+        order: config.order().into(),
+    })
 }
 
 impl WorkerCard {

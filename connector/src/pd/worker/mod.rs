@@ -39,13 +39,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_protocol::layout::{KvLayout, KvShape, Shard, heads_of};
+use kvferry_protocol::layout::{KvShape, Shard};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
 use kvferry_transport::{Event, PeerAddress, Transport};
 
-pub use card::Refusal;
-use card::WorkerCard;
+use card::card;
+pub use card::{Refusal, greeting};
 use driver::{Driver, Outlets};
 use groups::LinkRate;
 use jobs::JobDone;
@@ -173,56 +173,6 @@ enum Command {
     Decline(PeerId, TransferId, String),
     /// End everything; say when nothing touches the caches, or when the time is up.
     Shutdown(Duration, Sender<()>),
-}
-
-/// How the greeting for the transport's handshake is made: it must be known before a transport is built.
-///
-/// # Errors
-/// [`ConnectorError::Caches`] if the shape is not the manifest's.
-pub fn greeting(
-    config: &ConnectorConfig,
-    manifest: &Manifest,
-    shard: Shard,
-    layout: &KvLayout,
-) -> Result<Bytes, ConnectorError> {
-    Ok(card(config, manifest, shard, layout)?.encode().into())
-}
-
-fn card(
-    config: &ConnectorConfig,
-    manifest: &Manifest,
-    shard: Shard,
-    layout: &KvLayout,
-) -> Result<WorkerCard, ConnectorError> {
-    let shape = layout.shape();
-    let end = |first: u16, count: u16| u32::from(first) + u32::from(count);
-    let refuse = |problem: String| Err(ConnectorError::Caches { problem });
-    if end(shard.first_layer.get(), shape.layers) > manifest.layers.into() {
-        return refuse(format!(
-            "layers from {} on, {} of them, but the model has {}",
-            shard.first_layer, shape.layers, manifest.layers
-        ));
-    }
-    let (tp_rank, tp_size) = (config.peer().tp_rank, config.tp_size().get());
-    let heads = match heads_of(tp_rank, tp_size, manifest.kv_heads) {
-        Ok(heads) => heads,
-        Err(error) => return refuse(format!("{error}: tp_size is {tp_size}")),
-    };
-    if (shard.first_head, shape.heads) != (heads.start, heads.len() as u16) {
-        return refuse(format!(
-            "heads from {} on, {} of them, but tp_rank {tp_rank} of {tp_size} holds {heads:?} of the model's {}",
-            shard.first_head, shape.heads, manifest.kv_heads
-        ));
-    }
-    Ok(WorkerCard {
-        version: WorkerCard::VERSION,
-        manifest: manifest.clone(),
-        shard,
-        layers: shape.layers,
-        heads: shape.heads,
-        tp_size,
-        order: config.order().into(),
-    })
 }
 
 impl PdWorker {
