@@ -85,7 +85,7 @@ fn a_decode_node_without_descriptors_answers_what_it_has_and_recovers() {
 #[test]
 fn a_slab_pool_that_holds_no_two_chunks_is_refused_by_name() {
     let refusal = setup().env("KVFERRY_CHUNK_BYTES", "65536").env("KVFERRY_SLAB_POOL_BYTES", "65536").refusal();
-    assert!(refusal.contains("slab_pool_bytes") && refusal.contains("131072"), "{refusal}");
+    assert!(refusal.contains("KVFERRY_SLAB_POOL_BYTES") && refusal.contains("131072"), "{refusal}");
 }
 
 #[test]
