@@ -142,12 +142,10 @@ impl Receiving {
 
     /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified.
     fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
-        // Nothing lands under a revoked one.
-        let Some(windows) = self.grants.get(&generation) else { return Ok(()) };
-        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
-        let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
-        transport.seal(window.key, &extents);
-        Ok(())
+        match self.grants.get(&generation) {
+            Some(windows) => Windows::seal(windows, transport, rect),
+            None => Ok(()), // Nothing lands under a revoked grant.
+        }
     }
 }
 

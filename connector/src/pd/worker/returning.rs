@@ -87,12 +87,10 @@ impl Taken {
 
     /// Closes a rectangle that a write is said to have filled, so that it stays as it is verified.
     fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
-        // Nothing lands under a revoked grant.
-        let Some(windows) = self.grants.get(&generation) else { return Ok(()) };
-        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
-        let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
-        transport.seal(window.key, &extents);
-        Ok(())
+        match self.grants.get(&generation) {
+            Some(windows) => Windows::seal(windows, transport, rect),
+            None => Ok(()), // Nothing lands under a revoked grant.
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use kvferry_protocol::layout::{PlanError, Selection, WindowShape, plan_in_place}
 use kvferry_protocol::message::WindowBytes;
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::transfer::Rect;
-use kvferry_transport::GrantKey;
+use kvferry_transport::{GrantKey, Transport};
 use serde::{Deserialize, Serialize};
 
 /// One granted window; crosses the wire.
@@ -42,6 +42,14 @@ impl GrantedWindow {
 pub(super) struct Windows;
 
 impl Windows {
+    /// Closes a rectangle of one of the windows in the transport: no byte of it is written any more.
+    pub(super) fn seal(windows: &[GrantedWindow], transport: &dyn Transport, rect: Rect) -> Result<(), String> {
+        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+        let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
+        transport.seal(window.key, &extents);
+        Ok(())
+    }
+
     /// The bytes for a Grant.
     pub(super) fn encode(windows: &[GrantedWindow]) -> Result<WindowBytes, String> {
         let bytes = codec::encode_value("windows", &windows).map_err(|error| error.to_string())?;
