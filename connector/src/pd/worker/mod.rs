@@ -12,6 +12,7 @@
 
 mod card;
 mod driver;
+mod ended;
 mod events;
 mod groups;
 mod jobs;
