@@ -14,8 +14,9 @@ use kvferry::tier::{HostTier, Tier, TierError};
 use kvferry_kernels::{HostKvCache, Slot, store_kv};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::KvLayout;
-use kvferry_protocol::{BlockId, LayerId};
-use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_protocol::{BlockId, LayerId, codec};
+use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Tcp, TcpConfig, TcpConfigFile, Transport};
 
 fn loopback() -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
     let network = LoopbackNetwork::new();
@@ -492,6 +493,36 @@ fn an_answers_blocks_go_back_and_the_next_turn_finds_them() {
         let m = prefill.metrics.snapshot();
         assert_eq!((m.tier_blocks_filled, m.taken_blocks_total), (5, 3), "nothing is taken twice");
         assert_eq!(*m.returns_refused_total.get(ReturnRefusal::Present), 2);
+    }
+}
+
+/// Endpoints of a release whose newest protocol version this is.
+fn tcp(newest_version: u16) -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
+    move |config, greeting| {
+        let file = TcpConfigFile { newest_version, ..TcpConfigFile::default() };
+        let key = ClusterKey::new(&[7; 32]).unwrap();
+        Arc::new(Tcp::bind(TcpConfig::try_from(file).unwrap(), key, config.peer().clone(), greeting).unwrap())
+    }
+}
+
+#[test]
+fn an_old_and_a_new_release_hand_over_in_the_version_of_the_old() {
+    let (old, new) = (*codec::VERSIONS.start(), *codec::VERSIONS.end());
+    assert!(old < new, "there is no older version to speak");
+    for order in ["decode-first", "prefill-first"] {
+        for (from, to, taken) in [(old, new, 0), (new, old, 0), (old, old, 0), (new, new, 3)] {
+            let name = format!("{order}: prefill speaks {from}, decode {to}");
+            let prefill = Setup { order, ..Setup::prefill() };
+            let mut prefill = Engine::with_tier(&prefill, &tcp(from), host(16));
+            let mut decode = Engine::new(&Setup { order, ..RETURNS }, &tcp(to));
+            answer(&mut prefill, &mut decode, 1);
+            let (p, d) = (prefill.metrics.snapshot(), decode.metrics.snapshot());
+            assert_eq!((p.sessions_lost_total, d.sessions_lost_total), (0, 0), "{name}: a word was not understood");
+            assert_eq!(d.loaded_tokens_total, 10, "{name}");
+            // The old version has no message for what goes back: nothing is offered, and nobody waits.
+            assert_eq!((d.returned_blocks_total, p.taken_blocks_total), (taken, taken), "{name}");
+            assert_eq!(p.returns_refused_total.total(), 0, "{name}");
+        }
     }
 }
 

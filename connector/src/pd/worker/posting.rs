@@ -204,7 +204,11 @@ impl Driver {
         if pending.cancelled {
             return self.posted(write, PostOutcome::Lost);
         }
-        match make_write(write, pending, plan, slab, digest) {
+        let Some(version) = self.peers.version(&pending.peer) else {
+            // The session's end is on its way.
+            return self.posted(write, PostOutcome::Lost);
+        };
+        match make_write(write, version, pending, plan, slab, digest) {
             Ok(request) => self.posting.ready.push_back((write, request)),
             Err(problem) => self.lost(write, &format!("a write cannot be made: {problem}")),
         }
@@ -307,6 +311,7 @@ impl Driver {
 
 fn make_write(
     write: WriteKey,
+    version: u16,
     pending: &Pending,
     plan: &CopyPlan,
     slab: Option<PooledSlab>,
@@ -314,7 +319,7 @@ fn make_write(
 ) -> Result<Write, String> {
     let WriteKey { transfer, generation, sequence } = write;
     let wrote = Wrote { transfer, generation, sequence, rect: pending.rect, digest: digest? };
-    let notification = codec::encode_wrote(*codec::VERSIONS.end(), &wrote).map_err(|error| error.to_string())?;
+    let notification = codec::encode_wrote(version, &wrote).map_err(|error| error.to_string())?;
     let source = match slab {
         Some(slab) => Source::Packed(Arc::new(slab)),
         None => Source::Pages(plan.source_pages()),
