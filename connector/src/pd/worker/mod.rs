@@ -11,6 +11,8 @@
 //! Lock order: the board's locks are leaves; no other lock is taken under one.
 
 mod card;
+#[cfg(feature = "testing")]
+pub mod decoders;
 mod driver;
 mod events;
 mod groups;
