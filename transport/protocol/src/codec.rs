@@ -15,6 +15,9 @@ pub const VERSIONS: std::ops::RangeInclusive<u16> = 1..=1;
 /// The longest encoded message, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
 
+/// The longest value that crosses between processes of one engine, in bytes.
+pub const MAX_LOCAL_BYTES: usize = 64 << 20;
+
 /// The longest encoded notification of a write, in bytes.
 pub const MAX_WROTE_BYTES: usize = 64;
 
@@ -116,6 +119,22 @@ pub fn encode_value<T: Serialize>(what: &'static str, value: &T) -> Result<Vec<u
 /// As [`decode`].
 pub fn decode_value<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, CodecError> {
     decode_as::<_, MAX_MESSAGE_BYTES>(what, bytes)
+}
+
+/// Encodes a value that crosses between processes of one engine and no further: it may be longer than a message.
+///
+/// # Errors
+/// [`CodecError::TooLong`] over [`MAX_LOCAL_BYTES`].
+pub fn encode_local<T: Serialize>(what: &'static str, value: &T) -> Result<Vec<u8>, CodecError> {
+    encode_as::<_, MAX_LOCAL_BYTES>(what, *VERSIONS.end(), value)
+}
+
+/// Decodes a value of [`encode_local`].
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_local<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, CodecError> {
+    decode_as::<_, MAX_LOCAL_BYTES>(what, bytes)
 }
 
 const VERSION_BYTES: usize = 2;
