@@ -16,7 +16,10 @@ use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::KvLayout;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_protocol::{BlockId, LayerId, codec};
-use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::testing::{Flow, Proxy, ProxyPlan, Towards};
+use kvferry_transport::{
+    FaultPlan, LoopbackConfig, LoopbackNetwork, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport,
+};
 
 fn loopback() -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
     let network = LoopbackNetwork::new();
@@ -312,6 +315,35 @@ fn stuck(fetches: bool) -> (Gate, impl Fn(&KvLayout) -> Option<Arc<dyn Tier>>) {
         Some(Arc::new(Stuck { inner, gate: gate.clone(), fetches }) as Arc<dyn Tier>)
     };
     (open, make)
+}
+
+#[test]
+fn blocks_are_kept_while_the_link_holds_every_slab() {
+    let extra = "layer_group = 1\nchunk_bytes = 4096\nslab_pool_bytes = 8192";
+    let make = |config: &kvferry::config::ConnectorConfig, greeting| kvferry::open_transport(config, greeting).unwrap();
+    let psk = Some("0123456789abcdef0123456789abcdef");
+    let mut prefill = Engine::with_tier(&Setup { extra, psk, ..Setup::prefill() }, &make, host(16));
+    let mut decode = Engine::new(&Setup { psk, ..Setup::decode() }, &make);
+    let PeerAddress::Tcp(address) = prefill.address() else { panic!("TCP") };
+    let proxy = Proxy::new(address, ProxyPlan::default());
+    let wanted = fetch("d", 1, 33, PeerAddress::Tcp(proxy.address()));
+    let target = decode.blocks(0, 33);
+    start_load(&mut decode, &wanted, &target, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    // No write is acknowledged: slabs do not come back, and most writes wait for one.
+    proxy.set_flow(Towards::Dialler, Flow::Hold);
+    let source = Request { hashes: hashes(4, 33), ..keep("p", 1, 33, Some(peer)) };
+    let blocks = prefill.blocks(0, 33);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    run(&mut prefill, &source, &blocks, 0);
+    let metrics = Arc::clone(&prefill.metrics);
+    prefill.idle_until("the tier", |_| metrics.tier_stored_blocks_total.get() == 8);
+    assert_eq!(metrics.slab_pool_used_bytes.get(), 8192, "the link has both slabs");
+    proxy.set_flow(Towards::Dialler, Flow::Pass);
+    decode.idle_until("the load", |applied| !applied.loaded.is_empty());
+    free(&mut prefill, &source, &blocks);
+    decode.finish(&wanted, &target, EngineFinish::Complete);
+    wait_until_free(&mut prefill, &mut decode);
 }
 
 #[test]

@@ -24,6 +24,9 @@ pub const VERSIONS: std::ops::RangeInclusive<u16> = wire::VERSIONS.min..=wire::V
 /// The longest encoded message, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
 
+/// The longest value that crosses between processes of one engine, in bytes.
+pub const MAX_LOCAL_BYTES: usize = 64 << 20;
+
 /// The longest encoded notification of a write, in bytes.
 pub const MAX_WROTE_BYTES: usize = 64;
 
@@ -164,6 +167,22 @@ pub fn encode_value<T: Serialize>(what: &'static str, version: u16, value: &T) -
 /// As [`decode`].
 pub fn decode_value<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, CodecError> {
     decode_as::<_, MAX_MESSAGE_BYTES>(what, None, bytes)
+}
+
+/// Encodes a value that crosses between processes of one engine and no further: it may be longer than a message.
+///
+/// # Errors
+/// [`CodecError::TooLong`] over [`MAX_LOCAL_BYTES`].
+pub fn encode_local<T: Serialize>(what: &'static str, value: &T) -> Result<Vec<u8>, CodecError> {
+    encode_as::<_, MAX_LOCAL_BYTES>(what, *VERSIONS.end(), value)
+}
+
+/// Decodes a value of [`encode_local`].
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_local<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, CodecError> {
+    decode_as::<_, MAX_LOCAL_BYTES>(what, None, bytes)
 }
 
 const VERSION_BYTES: usize = 2;

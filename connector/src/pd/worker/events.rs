@@ -34,6 +34,9 @@ impl Driver {
         self.bury_predecessors(&peer);
         self.peers.up(peer.clone(), address, (session, version), &card);
         self.board.reached().extend(address);
+        for ended in address.map(|address| self.peers.take_farewells(address)).unwrap_or_default() {
+            self.send(&peer, &Message::Ended(ended));
+        }
         for (transfer, _) in self.transfers_where(|entry| entry.waits_for(&peer, address), |_| false) {
             self.attach(transfer, &peer, session);
         }

@@ -177,9 +177,10 @@ impl Driver {
     fn nothing_to_load(&mut self, load: &Load, parts: &[PartFrom]) {
         for part in parts {
             self.dial(part.address);
-            if let Some((peer, _)) = self.peers.at(part.address) {
-                let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
-                self.send(&peer, &Message::Ended(ended));
+            let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
+            match self.peers.at(part.address) {
+                Some((peer, _)) => self.send(&peer, &Message::Ended(ended)),
+                None => self.peers.farewell(part.address, ended),
             }
         }
         self.board.progress.ended(&load.request, Ended::Loaded);

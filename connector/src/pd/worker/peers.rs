@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use kvferry_protocol::PeerId;
+use kvferry_protocol::message::Ended;
 use kvferry_transport::PeerAddress;
 
 use super::card::WorkerCard;
@@ -18,6 +19,8 @@ pub(super) struct Peers {
     doubtful: BTreeSet<PeerAddress>,
     /// Why the last attempt at an address, or its last session, came to nothing; as many as are dialled.
     missed: BTreeMap<PeerAddress, String>,
+    /// Last words for who answers at an address that is being dialled; at most [`FAREWELLS`] an address.
+    farewells: BTreeMap<PeerAddress, Vec<Ended>>,
 }
 
 #[derive(Debug)]
@@ -39,6 +42,20 @@ impl Peers {
     /// The address is not dialled any more.
     pub(super) fn forget_address(&mut self, address: PeerAddress) {
         self.dialled.remove(&address);
+        self.farewells.remove(&address);
+    }
+
+    /// Something to tell who answers at an address, as soon as somebody does; over the limit it is left to the peer's deadline.
+    pub(super) fn farewell(&mut self, address: PeerAddress, ended: Ended) {
+        let words = self.farewells.entry(address).or_default();
+        if words.len() < FAREWELLS {
+            words.push(ended);
+        }
+    }
+
+    /// What was to be told.
+    pub(super) fn take_farewells(&mut self, address: PeerAddress) -> Vec<Ended> {
+        self.farewells.remove(&address).unwrap_or_default()
     }
 
     /// An address failed a handshake; returns whether it did the time before, too.
@@ -107,3 +124,6 @@ impl Peers {
         self.up.len()
     }
 }
+
+/// Words that wait for one address.
+const FAREWELLS: usize = 256;

@@ -96,9 +96,13 @@ impl Posting {
         now.saturating_duration_since(from)
     }
 
-    /// Whether transfers have work that waits for a mover.
+    /// Whether transfers have work that a mover could do: what waits for a slab waits for the link, and keeps no mover busy.
     pub(super) fn has_jobs(&self) -> bool {
-        !self.jobs.is_empty()
+        match self.jobs.front() {
+            Some(Waiting::Prepare { pack: true, .. }) => self.slabs.has_free(),
+            Some(_) => true,
+            None => false,
+        }
     }
 
     /// A block is to be copied from the tier: a request waits for it, but others wait longer.
