@@ -381,33 +381,6 @@ fn a_limited_link_carries_the_same_bytes() {
 }
 
 #[test]
-fn a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing() {
-    const COUNT: u32 = 300;
-    let mut a = node("a", config(), 4096);
-    let mut b = node("b", TcpConfigFile { max_events: 8, ..config() }, 4096);
-    a.meet(&mut b);
-    let grant = b.grant(&a.peer, 0, 4096);
-    let posts: Vec<_> = (0..COUNT).map(|sequence| a.post(&b.peer, grant, sequence, 0, 0, 64)).collect();
-    for number in 0..COUNT {
-        a.transport.send(&b.peer, number.to_le_bytes().to_vec().into()).unwrap();
-    }
-    let (mut landed, mut messages) = (0, 0);
-    while landed < COUNT || messages < COUNT {
-        match b.wait("any", |_| true) {
-            Event::Landed { .. } => landed += 1,
-            Event::Message { message, .. } => {
-                assert_eq!(message[..], messages.to_le_bytes());
-                messages += 1;
-            }
-            other => panic!("{other:?}"),
-        }
-    }
-    for post in posts {
-        a.wait_posted(post).unwrap();
-    }
-}
-
-#[test]
 fn an_advertised_address_keeps_the_port_that_was_bound() {
     let file = TcpConfigFile { advertise: Some("192.0.2.1:0".parse().unwrap()), ..config() };
     let a = node("a", file, 64);

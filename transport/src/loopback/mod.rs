@@ -20,6 +20,7 @@ use kvferry_protocol::wire::{MAX_PAYLOAD_BYTES, VERSIONS};
 pub use endpoint::Loopback;
 pub use faults::{FaultPlan, FaultRates};
 
+use crate::core::Bug;
 use endpoint::Shared;
 
 /// Limits of a loopback endpoint.
@@ -75,11 +76,35 @@ impl LoopbackNetwork {
     /// Makes an endpoint called `peer`, which introduces itself with `greeting`; what it sends suffers `faults`.
     #[must_use]
     pub fn endpoint(&self, peer: PeerId, greeting: Bytes, config: LoopbackConfig, faults: FaultPlan) -> Loopback {
+        self.endpoint_with(peer, greeting, config, faults, Bug::default())
+    }
+
+    /// The same with a bug, so that a test can prove that it is seen.
+    #[cfg(feature = "planted")]
+    #[must_use]
+    pub fn endpoint_planted(
+        &self,
+        peer: PeerId,
+        greeting: Bytes,
+        config: LoopbackConfig,
+        bug: crate::Planted,
+    ) -> Loopback {
+        self.endpoint_with(peer, greeting, config, FaultPlan::NONE, Bug::plant(bug))
+    }
+
+    fn endpoint_with(
+        &self,
+        peer: PeerId,
+        greeting: Bytes,
+        config: LoopbackConfig,
+        faults: FaultPlan,
+        bug: Bug,
+    ) -> Loopback {
         // A frame has some bytes, and as many as its header can say.
         let frame_bytes = config.frame_bytes.clamp(64, MAX_PAYLOAD_BYTES as u64);
         let config = LoopbackConfig { frame_bytes, ..config };
         let number = self.0.next.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(Shared::new(Arc::clone(&self.0), number, peer, greeting, config));
+        let shared = Arc::new(Shared::new(Arc::clone(&self.0), number, peer, greeting, config, bug));
         self.0.lock().insert(number, Arc::downgrade(&shared));
         Loopback::start(shared, faults)
     }
