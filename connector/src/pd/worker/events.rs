@@ -84,6 +84,8 @@ impl Driver {
                 self.board.metrics.sessions_lost_total.add(1);
             }
             self.early.peer_down(peer);
+            let dropped = self.unheard.peer_down(peer);
+            self.board.metrics.messages_dropped_total.at(DropReason::Overflow).add(dropped);
             self.taken_down(|of| of == peer, false);
             let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
             for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
@@ -158,11 +160,13 @@ impl Driver {
         }
     }
 
-    fn session_message(&self, peer: PeerId, message: Message) {
+    fn session_message(&mut self, peer: PeerId, message: Message) {
         if let Message::Engine(bytes) = message {
-            if self.messages.try_send((peer, Bytes::from(bytes.into_vec()))).is_err() {
+            let message = Bytes::from(bytes.into_vec());
+            if let Err(overflow) = self.unheard.hear(&self.messages, peer.clone(), message) {
                 self.board.metrics.messages_dropped_total.at(DropReason::Overflow).add(1);
-                tracing::warn!("an engine message was dropped: the engine does not take them");
+                tracing::warn!(%peer, %overflow, "an engine message was dropped, and its peer is sent away");
+                self.transport.disconnect(&peer, &overflow.to_string());
             }
         } else {
             self.board.metrics.messages_dropped_total.at(DropReason::Unknown).add(1);
