@@ -3,22 +3,25 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use kvferry_transport::testing::{Flow, Proxy, ProxyPlan, Towards};
 
-use crate::node::{wait_closely, wait_until_what};
-use crate::{Answer, Chance, HttpError, Node, Reference, Setup};
+use crate::node::wait_closely;
+use crate::{Answer, Ask, Asks, Chance, HttpError, Idle, Node, Reference, Setup, Shape};
 
-/// Prefill and decode nodes; every decode node reaches every prefill node through a proxy of its own.
+/// Prefill and decode nodes; every decode node reaches every rank of every prefill node through a proxy of its own.
 pub struct Cluster {
     setup: Setup,
+    shape: Shape,
     prefill: Vec<Node>,
     decode: Vec<Node>,
-    /// `links[d][p]`.
-    links: Vec<Vec<Proxy>>,
+    /// `links[d][p][rank]`.
+    links: Vec<Vec<Vec<Proxy>>>,
     /// What each node has when nothing is under way.
     at_rest: Resources,
     reference: Arc<Reference>,
+    asks: Arc<Asks>,
 }
 
 /// What nodes of a role hold of their system.
@@ -50,18 +53,24 @@ impl Cluster {
     /// # Panics
     /// If they do not come up.
     #[must_use]
-    pub fn new(setup: &Setup, prefill: usize, decode: usize, reference: Arc<Reference>) -> Self {
+    pub fn new(setup: &Setup, shape: Shape, prefill: usize, decode: usize, reference: Arc<Reference>) -> Self {
         let at = SocketAddr::from(([127, 0, 0, 1], 0));
-        let prefill: Vec<_> = (0..prefill).map(|index| named(setup, "prefill", index).prefill_at(at)).collect();
-        let link = |node: &Node| Proxy::new(node.address(), ProxyPlan::default());
-        let links: Vec<Vec<_>> = (0..decode).map(|_| prefill.iter().map(link).collect()).collect();
-        let addresses = |links: &Vec<Proxy>| links.iter().map(Proxy::address).collect::<Vec<_>>();
-        let decode: Vec<_> = (0..)
-            .zip(&links)
-            .map(|(index, links)| named(setup, "decode", index).decode_of(&addresses(links)))
-            .collect();
-        let mut cluster =
-            Self { setup: setup.clone(), prefill, decode, links, at_rest: Resources::default(), reference };
+        let prefill_node = |index| named(&shape.prefill(setup), "prefill", index).prefill_at(at);
+        let prefill: Vec<_> = (0..prefill).map(prefill_node).collect();
+        let proxy = |&address: &SocketAddr| Proxy::new(address, ProxyPlan::default());
+        let link = |node: &Node| node.addresses().iter().map(proxy).collect();
+        let links: Vec<Vec<Vec<_>>> = (0..decode).map(|_| prefill.iter().map(link).collect()).collect();
+        let mut cluster = Self {
+            setup: setup.clone(),
+            shape,
+            prefill,
+            decode: Vec::new(),
+            links,
+            at_rest: Resources::default(),
+            reference,
+            asks: Arc::new(Asks::of(shape)),
+        };
+        cluster.decode = (0..decode).map(|index| cluster.start_decode(index)).collect();
         cluster.wait_until_whole();
         // One request on every link, so that what is made once is made.
         for index in 0..cluster.decode.len() {
@@ -70,6 +79,24 @@ impl Cluster {
         cluster.wait_until_free();
         cluster.at_rest = Resources { prefill: Usage::of(&cluster.prefill[0]), decode: Usage::of(&cluster.decode[0]) };
         cluster
+    }
+
+    fn start_decode(&self, index: usize) -> Node {
+        let ranks = |link: &Vec<Proxy>| link.iter().map(|proxy| proxy.address().to_string()).collect::<Vec<_>>();
+        let nodes: Vec<_> = self.links[index].iter().map(|link| ranks(link).join("+")).collect();
+        named(&self.shape.decode(&self.setup), "decode", index).decode_reading(&nodes)
+    }
+
+    /// What is asked of these nodes, and what of it was answered.
+    #[must_use]
+    pub fn asks(&self) -> &Arc<Asks> {
+        &self.asks
+    }
+
+    /// How both sides are configured.
+    #[must_use]
+    pub fn shape(&self) -> Shape {
+        self.shape
     }
 
     /// The prefill nodes.
@@ -84,9 +111,9 @@ impl Cluster {
         &self.decode
     }
 
-    /// The proxies, those of the first decode node first.
+    /// The proxies, one for each rank of a prefill node; those of the first decode node first.
     pub fn links(&self) -> impl Iterator<Item = &Proxy> {
-        self.links.iter().flatten()
+        self.links.iter().flatten().flatten()
     }
 
     /// What a single process says.
@@ -95,18 +122,39 @@ impl Cluster {
         &self.reference
     }
 
-    /// Kills a prefill node and starts it anew under its name and address: another incarnation.
+    /// Kills a prefill node and starts it anew under its name, and at its address as decode nodes see it: another incarnation.
+    ///
+    /// # Panics
+    /// If it has logged at ERROR.
     pub fn restart_prefill(&mut self, index: usize) {
-        let at = self.prefill[index].address();
+        self.prefill[index].assert_calm(&format!("prefill {index}"));
+        let old = self.prefill[index].address();
+        let links = || self.links.iter().flat_map(|links| &links[index]);
         self.prefill[index].kill_now();
-        self.prefill[index] = named(&self.setup, "prefill", index).prefill_at(at);
+        let setup = named(&self.shape.prefill(&self.setup), "prefill", index);
+        self.prefill[index] = if self.shape.prefill_tp == 1 {
+            setup.prefill_at(old)
+        } else {
+            // Ranks listen on ports in a row, and those behind the first may be another process's by now.
+            links().for_each(|link| link.set_refusing(true));
+            setup.prefill()
+        };
+        for (link, &address) in
+            self.links.iter().flat_map(|links| links[index].iter().zip(self.prefill[index].addresses()))
+        {
+            link.set_target(address);
+            link.set_refusing(false);
+        }
     }
 
     /// Kills a decode node and starts it anew under its name.
+    ///
+    /// # Panics
+    /// If it has logged at ERROR.
     pub fn restart_decode(&mut self, index: usize) {
-        let links: Vec<_> = self.links[index].iter().map(Proxy::address).collect();
+        self.decode[index].assert_calm(&format!("decode {index}"));
         self.decode[index].kill_now();
-        self.decode[index] = named(&self.setup, "decode", index).decode_of(&links);
+        self.decode[index] = self.start_decode(index);
     }
 
     /// Bytes that went over all links in both directions.
@@ -143,10 +191,16 @@ impl Cluster {
     }
 
     fn client(&self, node: usize, chance: &mut Chance) -> Client {
-        let request = Ask::draw(chance);
-        let (complete, asked) = (self.decode[node].client(), request.clone());
-        let thread = std::thread::spawn(move || complete(&asked.prompt, asked.max_tokens));
-        Client { node, request, thread }
+        let request = self.asks.draw(chance);
+        let at = &self.decode[node];
+        let (complete, asked, watch) = (at.client(), request.clone(), at.watch());
+        let thread = std::thread::spawn(move || {
+            let idle = Idle::begin([watch]);
+            let answer = complete(&asked.prompt, asked.max_tokens);
+            (answer, idle.so_far())
+        });
+        let (limit, asks) = (at.limits().answer, Arc::clone(&self.asks));
+        Client { node, request, limit, asks, thread }
     }
 
     /// Waits for a moment in the traffic of a load that chance picks: between its first messages, in the middle of its bytes, or
@@ -176,7 +230,7 @@ impl Cluster {
         for (nodes, at_rest, role) in roles {
             for (index, node) in nodes.iter().enumerate() {
                 let what = || format!("{role} {index} has {:?} as at first: {at_rest:?}", Usage::of(node));
-                wait_until_what(what, || Usage::of(node).fits(at_rest));
+                node.wait_within(node.limits().free, &what, || Usage::of(node).fits(at_rest));
             }
         }
     }
@@ -195,12 +249,14 @@ impl Cluster {
     /// # Panics
     /// If that does not come.
     pub fn wait_until_whole(&self) {
+        let each = usize::from(self.shape.sessions());
         for (nodes, peers, role) in
             [(&self.decode, self.prefill.len(), "decode"), (&self.prefill, self.decode.len(), "prefill")]
         {
             for (index, node) in nodes.iter().enumerate() {
-                let what = || format!("{role} {index} has {peers} sessions");
-                wait_until_what(what, || node.metric("kvferry_sessions_live", "") == peers as f64);
+                let live = || node.metric("kvferry_sessions_live", "");
+                let what = || format!("{role} {index} has {} sessions: {}", peers * each, live());
+                node.wait_within(node.limits().whole, &what, || live() == (peers * each) as f64);
             }
         }
     }
@@ -210,15 +266,12 @@ impl Cluster {
         let node = &self.decode[index];
         let done = || node.metric("kvferry_transfers_done_total", "side=\"receive\"");
         let before = done();
-        wait_until_what(
-            || format!("a request travels to decode {index}"),
-            || {
-                let request = Ask::draw(chance);
-                let answer = node.complete(&request.prompt, request.max_tokens);
-                request.check(&self.reference, answer);
-                done() > before
-            },
-        );
+        node.wait_within(node.limits().answer, &|| format!("a request travels to decode {index}"), || {
+            let request = Ask::draw(chance);
+            let answer = node.complete(&request.prompt, request.max_tokens);
+            self.asks.check(&request, &self.reference, answer);
+            done() > before
+        });
     }
 }
 
@@ -232,16 +285,10 @@ pub struct Load {
 struct Client {
     node: usize,
     request: Ask,
-    thread: JoinHandle<Result<Answer, HttpError>>,
-}
-
-/// What a client asks.
-#[derive(Clone, Debug)]
-pub struct Ask {
-    /// The prompt's tokens.
-    pub prompt: Vec<u32>,
-    /// Tokens to generate.
-    pub max_tokens: u32,
+    /// How long its node may wait idle for the answer.
+    limit: Duration,
+    asks: Arc<Asks>,
+    thread: JoinHandle<(Result<Answer, HttpError>, Duration)>,
 }
 
 impl Load {
@@ -254,36 +301,16 @@ impl Load {
     /// Waits for the answers and compares each with the reference. Clients of `killed` decode nodes may have none.
     ///
     /// # Panics
-    /// If an answer is wrong or missing.
+    /// If an answer is wrong, missing, or came later than the node's deadlines allow.
     pub fn check(self, reference: &Reference, killed: &[usize]) {
-        for Client { node, request, thread } in self.clients {
-            let answer = thread.join().expect("a client does not panic");
+        for Client { node, request, limit, asks, thread } in self.clients {
+            let (answer, idle) = thread.join().expect("a client does not panic");
             match answer {
                 // Its process is gone; whatever it still said must be right.
-                Err(HttpError { status: 0, .. }) if killed.contains(&node) => {}
-                answer => request.check(reference, answer),
+                Err(HttpError { status: 0, .. }) if killed.contains(&node) => continue,
+                answer => asks.check(&request, reference, answer),
             }
-        }
-    }
-}
-
-impl Ask {
-    /// A prompt of some tokens or many, unlike any other.
-    #[must_use]
-    pub fn draw(chance: &mut Chance) -> Self {
-        let tokens = if chance.one_in(4) { chance.within(1..40) } else { chance.within(40..600) };
-        let prompt = (0..tokens).map(|_| chance.within(32..122) as u32).collect();
-        Self { prompt, max_tokens: chance.within(1..9) as u32 }
-    }
-
-    /// # Panics
-    /// If the answer is not the reference's.
-    pub fn check(&self, reference: &Reference, answer: Result<Answer, HttpError>) {
-        let want = reference.answer(&self.prompt, self.max_tokens);
-        let tokens = self.prompt.len();
-        match answer {
-            Ok(answer) => assert_eq!(answer, want, "wrong answer to a prompt of {tokens} tokens"),
-            Err(error) => panic!("no answer to a prompt of {tokens} tokens: {error:?}"),
+            asks.check_idle(idle, limit);
         }
     }
 }

@@ -25,6 +25,30 @@ pub struct HttpError {
     pub text: String,
 }
 
+impl HttpError {
+    /// Whether it is the error of the policy `fail`: the KV did not come, and this says why.
+    #[must_use]
+    pub fn names_a_lost_transfer(&self) -> bool {
+        let body: Value = serde_json::from_str(&self.text).unwrap_or_default();
+        let message = body["error"]["message"].as_str().unwrap_or_default();
+        let why = message.strip_prefix("KV transfer failed: ").unwrap_or_default();
+        self.status == 503 && REASONS.iter().any(|reason| why.contains(reason))
+    }
+}
+
+/// Why a transfer that faults meet may end: the protocol's words for it, and what a handshake says that was cut twice.
+const REASONS: [&str; 9] = [
+    "deadline",
+    "stalled",
+    "peer absent",
+    "peer restarted",
+    "digest",
+    "cuts",
+    "unknown transfer",
+    "lease expired",
+    "same key",
+];
+
 /// Posts a completion of a prompt's tokens.
 ///
 /// # Errors

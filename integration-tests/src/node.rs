@@ -8,13 +8,15 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use kvferry::config::{ConnectorConfig, RawConfig};
+use kvferry_protocol::Incarnation;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
-
 use serde_json::Value;
 
+use crate::bound::{Idle, Limits, Watch};
 use crate::http::{self, Answer, HttpError};
 
-/// How long a test waits for what must come; far longer than anything takes.
+/// How long a test waits for what must come, whatever the machine does meanwhile; far longer than anything takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How a node is started.
@@ -96,7 +98,26 @@ impl Setup {
     #[must_use]
     pub fn decode_of(&self, addresses: &[SocketAddr]) -> Node {
         let list: Vec<_> = addresses.iter().map(SocketAddr::to_string).collect();
-        Node::start(self, "decode", &format!("--http 127.0.0.1:0 --prefill {}", list.join(",")), "http")
+        self.decode_reading(&list)
+    }
+
+    /// Starts a decode node that asks prefill nodes in turn, each written as its ranks' addresses joined by `+`.
+    #[must_use]
+    pub fn decode_reading(&self, nodes: &[String]) -> Node {
+        Node::start(self, "decode", &format!("--http 127.0.0.1:0 --prefill {}", nodes.join(",")), "http")
+    }
+
+    /// What the deadlines of these nodes allow.
+    ///
+    /// # Panics
+    /// If the environment is no configuration.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        let mut raw = RawConfig { engine_id: Some("a".into()), role: Some("both".into()), ..RawConfig::default() };
+        let environment = self.environment.iter().map(|(name, value)| (name.into(), value.into()));
+        raw.overlay_env(environment).expect("the nodes read it, too");
+        let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).expect("the nodes read it, too");
+        Limits::from(config.deadlines())
     }
 }
 
@@ -105,8 +126,11 @@ impl Setup {
 pub struct Node {
     child: Child,
     http: SocketAddr,
-    transfer: Option<SocketAddr>,
+    /// Where its ranks are reached, if it prefills.
+    transfers: Vec<SocketAddr>,
     log: Arc<Log>,
+    watch: Watch,
+    limits: Limits,
 }
 
 /// The lines that a node wrote to standard error.
@@ -140,17 +164,37 @@ impl Node {
         let stdout = child.stdout.take().expect("piped");
         BufReader::new(stdout).read_line(&mut line).expect("the node speaks");
         let said: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{role} said {line:?}"));
-        let address = |field: &str| said[field].as_str().map(|text| text.parse().expect("an address"));
-        Self { http: address(http).expect("it serves HTTP"), transfer: address("transfer"), child, log }
+        let address = |value: &Value| value.as_str().map(|text| text.parse().expect("an address"));
+        let transfers = said["transfers"].as_array().into_iter().flatten().filter_map(address).collect();
+        let (watch, limits) = (Watch::new(child.id()), setup.limits());
+        Self { http: address(&said[http]).expect("it serves HTTP"), transfers, child, log, watch, limits }
     }
 
-    /// Where peers' connectors reach it.
+    /// Where peers' connectors reach it, or its first rank.
     ///
     /// # Panics
     /// If it is not a prefill node.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
-        self.transfer.expect("a prefill node")
+        *self.transfers.first().expect("a prefill node")
+    }
+
+    /// Where peers' connectors reach its ranks; none for a decode node.
+    #[must_use]
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.transfers
+    }
+
+    /// Its process, to measure what it waits for.
+    #[must_use]
+    pub fn watch(&self) -> Watch {
+        self.watch.clone()
+    }
+
+    /// What its deadlines allow.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        self.limits
     }
 
     /// Generates on a prompt's tokens.
@@ -200,10 +244,31 @@ impl Node {
     /// Waits until nothing is held.
     ///
     /// # Panics
-    /// If something stays, or if the node has logged at ERROR.
+    /// If something stays longer than the node's deadlines allow, or if the node has logged at ERROR.
     pub fn wait_until_free(&self, who: &str) {
-        wait_until(&format!("{who} holds nothing"), || self.held() == 0.0);
+        self.wait_within(self.limits.free, &|| format!("{who} holds nothing"), || self.held() == 0.0);
         self.assert_calm(who);
+    }
+
+    /// Asks again and again until `done`, while the node has not been idle for too long.
+    ///
+    /// # Panics
+    /// If it has.
+    pub(crate) fn wait_within(&self, limit: Duration, what: &dyn Fn() -> String, done: impl FnMut() -> bool) {
+        let idle = Idle::begin([self.watch()]);
+        let mut asked = 0_u32;
+        wait(what, Duration::from_millis(2), done, || {
+            asked += 1;
+            // Looking costs about as much as asking.
+            if asked.is_multiple_of(50) {
+                let so_far = idle.so_far();
+                assert!(
+                    so_far < limit,
+                    "after {so_far:?} of idle waiting, more than its deadlines allow, not yet: {}",
+                    what()
+                );
+            }
+        });
     }
 
     /// # Panics
@@ -266,6 +331,7 @@ impl Node {
     /// If the system refuses.
     pub fn stop(&self) {
         self.signal(Signal::STOP);
+        self.watch.stopped();
     }
 
     /// Lets it go on after [`Node::stop`].
@@ -274,6 +340,7 @@ impl Node {
     /// If the system refuses.
     pub fn go_on(&self) {
         self.signal(Signal::CONT);
+        self.watch.goes_on();
     }
 
     fn signal(&self, signal: Signal) {
@@ -291,6 +358,16 @@ impl Node {
     pub fn limit_descriptors(&self, most: u64) {
         let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
         let limit = Rlimit { current: Some(most), maximum };
+        rustix::process::prlimit(Some(self.pid()), Resource::Nofile, limit).expect("a child can be limited");
+    }
+
+    /// Lets it have as many file descriptors as the system allows again.
+    ///
+    /// # Panics
+    /// If the system refuses.
+    pub fn allow_descriptors(&self) {
+        let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
+        let limit = Rlimit { current: maximum, maximum };
         rustix::process::prlimit(Some(self.pid()), Resource::Nofile, limit).expect("a child can be limited");
     }
 
@@ -360,22 +437,18 @@ const LOG_LINES: usize = 10_000;
 /// # Panics
 /// If that takes longer than [`PATIENCE`].
 pub fn wait_until(what: &str, done: impl FnMut() -> bool) {
-    wait(&|| what.to_owned(), Duration::from_millis(2), done);
-}
-
-/// The same, with a word that is made when it is needed.
-pub(crate) fn wait_until_what(what: impl Fn() -> String, done: impl FnMut() -> bool) {
-    wait(&what, Duration::from_millis(2), done);
+    wait(&|| what.to_owned(), Duration::from_millis(2), done, || {});
 }
 
 /// The same without much time between, for what passes quickly.
 pub(crate) fn wait_closely(what: &str, done: impl FnMut() -> bool) {
-    wait(&|| what.to_owned(), Duration::from_micros(100), done);
+    wait(&|| what.to_owned(), Duration::from_micros(100), done, || {});
 }
 
-fn wait(what: &dyn Fn() -> String, pause: Duration, mut done: impl FnMut() -> bool) {
+fn wait(what: &dyn Fn() -> String, pause: Duration, mut done: impl FnMut() -> bool, mut between: impl FnMut()) {
     let deadline = Instant::now() + PATIENCE;
     while !done() {
+        between();
         assert!(Instant::now() < deadline, "waited in vain until {}", what());
         std::thread::park_timeout(pause);
     }

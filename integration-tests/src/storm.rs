@@ -4,7 +4,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{Ask, Chance, Cluster, Load, Reference, Setup};
+use crate::{Chance, Cluster, Load, Reference, Setup, Shape};
 
 /// How many rounds of a fault, and from which seed; `KVFERRY_FAULT_ROUNDS` and `KVFERRY_FAULT_SEED` say otherwise.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,12 @@ pub struct Tally {
     pub cancelled: f64,
     /// Prompt tokens that decode nodes computed after a failed transfer.
     pub recomputed_tokens: f64,
+    /// Requests that failed because their transfer did, as the policy `fail` has it.
+    pub failed_requests: f64,
+    /// Tokens that a tier brought.
+    pub restored_tokens: f64,
+    /// Blocks of answers that landed in a tier.
+    pub taken_blocks: f64,
     /// Sessions that ended.
     pub sessions_lost: f64,
     /// Chunks that did not match their digest.
@@ -63,8 +69,9 @@ impl Rounds {
         }
     }
 
-    /// Runs rounds of a fault on clusters of `prefill` and `decode` nodes; after each all must be as it was at first. Returns what
-    /// the nodes counted, so that a fault which touched nothing is found out.
+    /// Runs rounds of a fault on clusters of `prefill` and `decode` nodes, a quarter of them on each of four shapes
+    /// ([`Shape::four`]); after each round all must be as it was at first. Returns what the nodes counted, so that a fault which
+    /// touched nothing is found out.
     ///
     /// # Panics
     /// If a round fails; a line on standard error says how to run it again.
@@ -78,23 +85,20 @@ impl Rounds {
         eprintln!("KVFERRY_FAULT_SEED={} KVFERRY_FAULT_ROUNDS={} runs {name} again", self.seed, self.count);
         let seed = name.bytes().fold(self.seed, |seed, byte| Chance::new(seed ^ u64::from(byte)).draw());
         let reference = Arc::new(Reference::new(kvferry_kernels::KvDtype::F16));
+        let shapes = Shape::four(&mut Chance::new(seed));
         // Rounds mostly wait: two clusters take half the time.
         let tally = std::thread::scope(|scope| {
             let lanes: Vec<_> = (0..LANES)
                 .map(|lane| {
-                    let (round, reference) = (&round, Arc::clone(&reference));
+                    let (round, reference) = (&round, &reference);
                     scope.spawn(move || {
-                        let mut cluster = Cluster::new(setup, prefill, decode, reference);
-                        for number in (lane..self.count).step_by(LANES as usize) {
-                            let _said = SaidOnPanic { name, number };
-                            let chance = Chance::new(seed).part(number);
-                            let mut this = Round { cluster: &mut cluster, chance, number };
-                            round(&mut this);
-                            let mut chance = this.chance;
-                            cluster.heal();
-                            cluster.settle(&mut chance);
-                        }
-                        Tally::of(&cluster)
+                        let of_lane = (lane..shapes.len() as u64).step_by(LANES as usize);
+                        let run = |number| {
+                            let numbers = (number..self.count).step_by(shapes.len());
+                            let shape = shapes[number as usize];
+                            run_on(Named { name, seed }, setup, (shape, prefill, decode), reference, numbers, round)
+                        };
+                        of_lane.map(run).fold(Tally::default(), Tally::plus)
                     })
                 })
                 .collect();
@@ -108,6 +112,43 @@ impl Rounds {
     }
 }
 
+/// A fault and where its chance begins.
+#[derive(Clone, Copy)]
+struct Named<'a> {
+    name: &'a str,
+    seed: u64,
+}
+
+/// The rounds of one cluster.
+fn run_on(
+    fault: Named<'_>,
+    setup: &Setup,
+    (shape, prefill, decode): (Shape, usize, usize),
+    reference: &Arc<Reference>,
+    numbers: impl Iterator<Item = u64>,
+    round: &(impl Fn(&mut Round<'_>) + Sync),
+) -> Tally {
+    let mut numbers = numbers.peekable();
+    let Some(&number) = numbers.peek() else { return Tally::default() };
+    let mut said = SaidOnPanic { name: fault.name, number, shape };
+    let mut cluster = Cluster::new(setup, shape, prefill, decode, Arc::clone(reference));
+    for number in numbers {
+        said.number = number;
+        let chance = Chance::new(fault.seed).part(number);
+        let mut this = Round { cluster: &mut cluster, chance, number };
+        round(&mut this);
+        let mut chance = this.chance;
+        cluster.heal();
+        cluster.settle(&mut chance);
+    }
+    let tally = Tally::of(&cluster);
+    let (right, refused) = cluster.asks().counts();
+    let idle = cluster.asks().longest_idle();
+    eprintln!("{} on {shape}: {right} right, {refused} refused, at most {idle:.1?} idle, {tally:?}", fault.name);
+    assert!(shape.fails || refused == 0, "nobody asked for this policy");
+    tally
+}
+
 impl Tally {
     /// What the nodes of a cluster counted since they started.
     #[must_use]
@@ -119,6 +160,9 @@ impl Tally {
             failed: sum("transfers_failed_total", "side=\"receive\""),
             cancelled: sum("transfers_cancelled_total", ""),
             recomputed_tokens: sum("recomputed_tokens_total", ""),
+            failed_requests: sum("failed_requests_total", ""),
+            restored_tokens: sum("tier_restored_tokens_total", ""),
+            taken_blocks: sum("taken_blocks_total", ""),
             sessions_lost: sum("sessions_lost_total", ""),
             digest_mismatches: sum("digest_mismatches_total", ""),
             slab_waits: sum("slab_waits_total", ""),
@@ -131,6 +175,9 @@ impl Tally {
             failed: self.failed + other.failed,
             cancelled: self.cancelled + other.cancelled,
             recomputed_tokens: self.recomputed_tokens + other.recomputed_tokens,
+            failed_requests: self.failed_requests + other.failed_requests,
+            restored_tokens: self.restored_tokens + other.restored_tokens,
+            taken_blocks: self.taken_blocks + other.taken_blocks,
             sessions_lost: self.sessions_lost + other.sessions_lost,
             digest_mismatches: self.digest_mismatches + other.digest_mismatches,
             slab_waits: self.slab_waits + other.slab_waits,
@@ -150,7 +197,7 @@ impl Round<'_> {
     /// Sends a request to a decode node; who drops what is returned hangs up.
     #[must_use]
     pub fn begin_one(&mut self, decode: usize) -> TcpStream {
-        let ask = Ask::draw(&mut self.chance);
+        let ask = self.cluster.asks().draw(&mut self.chance);
         self.cluster.decode()[decode].begin(&ask.prompt, ask.max_tokens)
     }
 
@@ -188,12 +235,13 @@ impl Round<'_> {
 struct SaidOnPanic<'a> {
     name: &'a str,
     number: u64,
+    shape: Shape,
 }
 
 impl Drop for SaidOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("round {} of {} failed", self.number, self.name);
+            eprintln!("round {} of {} failed ({})", self.number, self.name, self.shape);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_integration_tests::{Chance, Cluster, Node, Reference, Setup, Tally, wait_until};
+use kvferry_integration_tests::{Chance, Cluster, Node, Reference, Setup, Shape, Tally, wait_until};
 use kvferry_kernels::KvDtype;
 
 fn setup() -> Setup {
@@ -20,7 +20,7 @@ fn setup() -> Setup {
 }
 
 fn cluster(setup: &Setup, prefill: usize, decode: usize) -> Cluster {
-    Cluster::new(setup, prefill, decode, Arc::new(Reference::new(KvDtype::F16)))
+    Cluster::new(setup, Shape::default(), prefill, decode, Arc::new(Reference::new(KvDtype::F16)))
 }
 
 /// Connections that say nothing: more than the node may accept.

@@ -1,10 +1,12 @@
-//! Each fault at many random moments. After each: right tokens, nothing held, no descriptor or thread more than before, no ERROR
-//! in a log, and the same processes serve on.
+//! Each fault at many random moments, spread over clusters of four shapes: tensor-parallel sizes, who speaks first, what becomes of
+//! a request whose KV is lost, write-back. After each: right tokens or the policy's error, within what the deadlines allow; nothing
+//! held, no descriptor or thread more than before, no ERROR in a log, and the same processes serve on.
 
+use std::net::TcpStream;
 use std::time::Duration;
 
 use kvferry_integration_tests::{Round, Rounds, Setup, Tally};
-use kvferry_transport::testing::{Flow, Towards};
+use kvferry_transport::testing::{Flow, Proxy, Towards};
 
 /// How long a peer may be silent before its session is given up.
 const SILENCE: Duration = Duration::from_millis(800);
@@ -22,7 +24,11 @@ fn setup() -> Setup {
 }
 
 fn storm(name: &str, nodes: (usize, usize), round: impl Fn(&mut Round<'_>) + Sync) -> Tally {
-    let tally = Rounds::from_env().run(name, &setup(), nodes, round);
+    storm_of(name, &setup(), nodes, round)
+}
+
+fn storm_of(name: &str, setup: &Setup, nodes: (usize, usize), round: impl Fn(&mut Round<'_>) + Sync) -> Tally {
+    let tally = Rounds::from_env().run(name, setup, nodes, round);
     assert!(tally.done > 0.0, "{name}: nothing travelled: {tally:?}");
     tally
 }
@@ -30,6 +36,11 @@ fn storm(name: &str, nodes: (usize, usize), round: impl Fn(&mut Round<'_>) + Syn
 /// Fails if a fault touched nothing.
 fn bit(tally: Tally, how: impl Fn(Tally) -> f64) {
     assert!(how(tally) > 0.0, "the fault touched nothing: {tally:?}");
+}
+
+/// What did not come.
+fn lost(tally: Tally) -> f64 {
+    tally.recomputed_tokens + tally.failed_requests
 }
 
 fn direction(round: &mut Round<'_>) -> Towards {
@@ -77,7 +88,7 @@ fn prefill_stopped_and_continued() {
         round.serve();
         round.check(load, &[]);
     });
-    bit(tally, |tally| tally.recomputed_tokens);
+    bit(tally, lost);
 }
 
 #[test]
@@ -153,7 +164,7 @@ fn bytes_held_and_let_go() {
         round.serve();
         round.check(load, &[]);
     });
-    bit(tally, |tally| tally.recomputed_tokens);
+    bit(tally, lost);
 }
 
 #[test]
@@ -166,7 +177,7 @@ fn a_link_that_crawls() {
         round.check(load, &[]);
         round.serve();
     });
-    bit(tally, |tally| tally.recomputed_tokens);
+    bit(tally, lost);
 }
 
 #[test]
@@ -207,11 +218,34 @@ fn clients_that_hang_up() {
     bit(tally, |tally| tally.cancelled);
 }
 
+/// A node has no descriptor left when strangers crowd in and its own connections are cut.
+#[test]
+fn descriptors_that_run_out() {
+    let tally = storm("no descriptors", (1, 1), |round| {
+        let is_prefill = round.chance.one_in(2);
+        let spare = round.chance.below(4);
+        let load = round.load_until_moment();
+        let node = if is_prefill { &round.cluster.prefill()[0] } else { &round.cluster.decode()[0] };
+        let address = if is_prefill { node.address() } else { node.http_address() };
+        node.limit_descriptors(node.descriptors() as u64 + spare);
+        let crowd: Vec<_> = (0..20).map(|_| TcpStream::connect(address).expect("the system queues it")).collect();
+        round.cluster.links().for_each(Proxy::cut_all);
+        round.last(2 * SILENCE);
+        drop(crowd);
+        let node = if is_prefill { &round.cluster.prefill()[0] } else { &round.cluster.decode()[0] };
+        node.allow_descriptors();
+        round.check(load, &[]);
+        round.serve();
+    });
+    bit(tally, |tally| tally.sessions_lost);
+}
+
 /// Any of it, to any node or link.
 fn anything(round: &mut Round<'_>) {
     let (prefill, decode) = (round.cluster.prefill().len() as u64, round.cluster.decode().len() as u64);
     let (p, d) = (round.chance.below(prefill) as usize, round.chance.below(decode) as usize);
-    let link = round.chance.below(prefill * decode) as usize;
+    let links = round.cluster.links().count() as u64;
+    let link = round.chance.below(links) as usize;
     let towards = direction(round);
     let fault = round.chance.below(7);
     let load = round.load_until_moment();
@@ -236,20 +270,32 @@ fn anything(round: &mut Round<'_>) {
     round.check(meanwhile, &[]);
 }
 
+/// The least memory for slabs that there may be, and layouts of which nothing goes without them.
+#[test]
+fn anything_while_slabs_run_out() {
+    let setup = setup()
+        .args("--layout LPBNHC")
+        .env("KVFERRY_PACKED_RUN_BYTES", "4096")
+        .env("KVFERRY_CHUNK_BYTES", "4096")
+        .env("KVFERRY_SLAB_POOL_BYTES", "8192");
+    let tally = storm_of("no slabs", &setup, (1, 2), anything);
+    bit(tally, |tally| tally.slab_waits);
+}
+
 #[test]
 fn one_prefill_node_and_two_decode_nodes() {
     let tally = storm("1P2D", (1, 2), anything);
-    bit(tally, |tally| tally.sessions_lost + tally.recomputed_tokens);
+    bit(tally, |tally| tally.sessions_lost + lost(tally));
 }
 
 #[test]
 fn two_prefill_nodes_and_one_decode_node() {
     let tally = storm("2P1D", (2, 1), anything);
-    bit(tally, |tally| tally.sessions_lost + tally.recomputed_tokens);
+    bit(tally, |tally| tally.sessions_lost + lost(tally));
 }
 
 #[test]
 fn two_prefill_nodes_and_two_decode_nodes() {
     let tally = storm("2P2D", (2, 2), anything);
-    bit(tally, |tally| tally.sessions_lost + tally.recomputed_tokens);
+    bit(tally, |tally| tally.sessions_lost + lost(tally));
 }

@@ -16,6 +16,8 @@ mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
 
+#[cfg(feature = "planted")]
+pub use self::core::Planted;
 pub use api::*;
 pub use error::TransportError;
 pub use loopback::{FaultPlan, FaultRates, Loopback, LoopbackConfig, LoopbackNetwork};

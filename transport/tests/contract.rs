@@ -1,6 +1,23 @@
 //! Every transport runs the whole contract.
 
-use kvferry_transport::{FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Transport};
+use bytes::Bytes;
+use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_transport::testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing as held_back;
+use kvferry_transport::{
+    FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Tcp, TcpConfig, TcpConfigFile, Transport,
+};
+
+/// Events that an endpoint keeps before it reads no more: few for the one called `b`.
+fn events(peer: &PeerId, usual: usize) -> usize {
+    if peer.engine.as_str() == "b" { 8 } else { usual }
+}
+
+fn tcp(file: TcpConfigFile, peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
+    let file = TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, ..file };
+    let config = TcpConfig::try_from(file).unwrap();
+    Box::new(Tcp::bind(config, ClusterKey::new(&[7; 32]).unwrap(), peer, greeting).unwrap())
+}
 
 mod loopback {
     use super::*;
@@ -11,6 +28,16 @@ mod loopback {
             Box::new(network.endpoint(peer, greeting, LoopbackConfig::default(), FaultPlan::NONE))
         }
     });
+
+    #[test]
+    fn a_receiver_that_does_not_poll_holds_its_peers_back() {
+        let network = LoopbackNetwork::new();
+        held_back(&move |peer, greeting| -> Box<dyn Transport> {
+            let usual = LoopbackConfig::default();
+            let config = LoopbackConfig { max_events: events(&peer, usual.max_events), ..usual };
+            Box::new(network.endpoint(peer, greeting, config, FaultPlan::NONE))
+        });
+    }
 }
 
 mod loopback_with_frames_out_of_order {
@@ -28,14 +55,18 @@ mod loopback_with_frames_out_of_order {
 }
 
 mod tcp {
-    use kvferry_protocol::wire::ClusterKey;
-    use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile};
-
     use super::*;
 
     kvferry_transport::contract_tests!(|peer, greeting| -> Box<dyn Transport> {
-        let file = TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, ..TcpConfigFile::default() };
-        let config = TcpConfig::try_from(file).unwrap();
-        Box::new(Tcp::bind(config, ClusterKey::new(&[7; 32]).unwrap(), peer, greeting).unwrap())
+        super::tcp(TcpConfigFile::default(), peer, greeting)
     });
+
+    #[test]
+    fn a_receiver_that_does_not_poll_holds_its_peers_back() {
+        held_back(&|peer, greeting| {
+            let usual = TcpConfigFile::default();
+            let max_events = events(&peer, usual.max_events as usize) as u32;
+            super::tcp(TcpConfigFile { max_events, ..usual }, peer, greeting)
+        });
+    }
 }

@@ -155,7 +155,28 @@ fn a_peer_of_another_version_learns_both_ranges() {
     let mut stream = stream_to(address(&b));
     let theirs = VersionRange { min: 8, max: 9 };
     let error = shake(&mut stream, dialler(Introduction::Peer(identity("new")), theirs)).unwrap().unwrap_err();
-    assert_eq!(error, HandshakeError::Version { our_min: 8, our_max: 9, their_min: 1, their_max: 1 });
+    assert_eq!(
+        error,
+        HandshakeError::Version { our_min: 8, our_max: 9, their_min: VERSIONS.min, their_max: VERSIONS.max }
+    );
+}
+
+#[test]
+fn an_old_and_a_new_endpoint_speak_the_old_version_and_two_new_ones_the_new() {
+    let (old, new) = (VERSIONS.min, VERSIONS.max);
+    assert!(old < new, "there is no older version to speak");
+    for (a, b, want) in [(old, new, old), (new, old, old), (new, new, new), (old, old, old)] {
+        let file = |newest_version| TcpConfigFile { newest_version, ..config() };
+        let (mut a, mut b) = (node("a", file(a), 64), node("b", file(b), 64));
+        a.transport.connect(&PeerAddress::Tcp(address(&b))).unwrap();
+        for (node, other) in [(&mut a, peer("b", 1)), (&mut b, peer("a", 1))] {
+            let Event::Up { version, .. } = node.wait_up(&other) else { unreachable!("wait_up gives Up") };
+            assert_eq!(version, want);
+        }
+        let grant = b.grant(&peer("a", 1), 0, 64);
+        let post = a.post(&peer("b", 1), grant, 0, 0, 0, 64);
+        a.wait_posted(post).expect("frames of the session's version");
+    }
 }
 
 #[test]
@@ -357,33 +378,6 @@ fn a_limited_link_carries_the_same_bytes() {
     let post = a.post(&b.peer, grant, 0, 0, 0, 4 * MIB as u64);
     a.wait_posted(post).unwrap();
     assert!(b.memory.read(0, 4 * MIB) == bytes);
-}
-
-#[test]
-fn a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing() {
-    const COUNT: u32 = 300;
-    let mut a = node("a", config(), 4096);
-    let mut b = node("b", TcpConfigFile { max_events: 8, ..config() }, 4096);
-    a.meet(&mut b);
-    let grant = b.grant(&a.peer, 0, 4096);
-    let posts: Vec<_> = (0..COUNT).map(|sequence| a.post(&b.peer, grant, sequence, 0, 0, 64)).collect();
-    for number in 0..COUNT {
-        a.transport.send(&b.peer, number.to_le_bytes().to_vec().into()).unwrap();
-    }
-    let (mut landed, mut messages) = (0, 0);
-    while landed < COUNT || messages < COUNT {
-        match b.wait("any", |_| true) {
-            Event::Landed { .. } => landed += 1,
-            Event::Message { message, .. } => {
-                assert_eq!(message[..], messages.to_le_bytes());
-                messages += 1;
-            }
-            other => panic!("{other:?}"),
-        }
-    }
-    for post in posts {
-        a.wait_posted(post).unwrap();
-    }
 }
 
 #[test]

@@ -103,6 +103,8 @@ metrics! {
         "Grants of peers whose request did not come in time, or that were too many.";
     messages_dropped_total: Family<DropReason, Counter> => ByLabel<DropReason, u64>,
         "Messages and reports that were dropped, by reason.";
+    engine_messages_waiting: Gauge => u64,
+        "Messages of peers' engines that found this engine's queue full and wait for room in it.";
     sessions_live: Gauge => u64,
         "Peers with a session.";
     sessions_lost_total: Counter => u64,

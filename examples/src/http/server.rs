@@ -142,9 +142,19 @@ async fn metrics_page(engine: &EngineHandle, metrics: &[Arc<Metrics>]) -> Result
         metrics.prompt_compute_tokens_total.advance_to(engine.prompts().tokens());
         metrics.computed_prompt_tokens_total.advance_to(state.computed_prompt_tokens);
     }
-    let mut response = page_of_ranks(metrics).into_response();
+    let page = page_of_ranks(metrics) + &task_gauge();
+    let mut response = page.into_response();
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
     Ok(response)
+}
+
+/// What the node has of its async runtime, for whoever looks for leaks; the one that asks is among them.
+fn task_gauge() -> String {
+    let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    format!(
+        "# HELP node_tokio_tasks Tasks of this node's runtime that have not ended.\n# TYPE node_tokio_tasks gauge\n\
+         node_tokio_tasks {tasks}\n"
+    )
 }
 
 /// One page of all ranks. A metric stands on it once, with the samples of each rank under its label.

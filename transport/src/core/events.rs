@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::planted::{Bug, Planted};
 use crate::api::Event;
 
 /// Events in the order in which the transport learned of them.
@@ -14,6 +15,7 @@ pub(crate) struct EventQueue {
     state: Mutex<State>,
     arrived: Condvar,
     max_events: usize,
+    bug: Bug,
 }
 
 #[derive(Default)]
@@ -26,8 +28,8 @@ struct State {
 }
 
 impl EventQueue {
-    pub(crate) fn new(max_events: usize) -> Self {
-        Self { state: Mutex::new(State::default()), arrived: Condvar::new(), max_events }
+    pub(crate) fn new(max_events: usize, bug: Bug) -> Self {
+        Self { state: Mutex::new(State::default()), arrived: Condvar::new(), max_events, bug }
     }
 
     pub(crate) fn push(&self, event: Event) {
@@ -66,7 +68,7 @@ impl EventQueue {
         }
         into.extend(state.events.drain(..));
         state.bytes = 0;
-        std::mem::take(&mut state.waiting_for_room)
+        std::mem::take(&mut state.waiting_for_room) && !self.bug.is(Planted::RoomNotTold)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -94,7 +96,7 @@ mod tests {
 
     #[test]
     fn long_messages_fill_the_queue_before_many_do() {
-        let queue = EventQueue::new(1000);
+        let queue = EventQueue::new(1000, Bug::default());
         let peer = PeerId {
             engine: EngineId::new("sender").unwrap(),
             incarnation: Incarnation::new(1),

@@ -11,6 +11,7 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::Refusal;
 
+use super::planted::{Bug, Planted};
 use super::progress::{FrameWords, Progress};
 use super::random;
 use super::runs::RunList;
@@ -31,6 +32,7 @@ pub(crate) struct Grant {
     window: Window,
     life: RwLock<Life>,
     progress: Mutex<Progress>,
+    pub(crate) bug: Bug,
 }
 
 /// What may still be placed under a grant.
@@ -88,6 +90,9 @@ impl Grant {
 
     /// Ends a write at the sender's wish: after this none of its bytes is placed. Returns whether it was complete before.
     pub(crate) fn cancel(&self, sequence: u32) -> bool {
+        if self.bug.is(Planted::CancelUnheard) {
+            return false;
+        }
         let complete = self.progress().cancel(sequence);
         // Waits for a lane that looked before and is still placing.
         drop(self.change());
@@ -127,18 +132,19 @@ impl Grant {
 /// All live grants of an endpoint, by key and by session.
 pub(crate) struct GrantTable {
     state: RwLock<State>,
-    max_grants: usize,
+    bug: Bug,
 }
 
-#[derive(Default)]
 struct State {
+    max_grants: usize,
     grants: HashMap<GrantKey, Arc<Grant>>,
     sessions: HashMap<SessionKey, HashSet<GrantKey>>,
 }
 
 impl GrantTable {
-    pub(crate) fn new(max_grants: usize) -> Self {
-        Self { state: RwLock::default(), max_grants }
+    pub(crate) fn new(max_grants: usize, bug: Bug) -> Self {
+        let (grants, sessions) = Default::default();
+        Self { state: RwLock::new(State { max_grants, grants, sessions }), bug }
     }
 
     pub(crate) fn open_session(&self, session: SessionKey) {
@@ -149,17 +155,21 @@ impl GrantTable {
     pub(crate) fn close_session(&self, session: SessionKey) {
         let keys = self.write().sessions.remove(&session).unwrap_or_default();
         for key in keys {
-            self.revoke(key);
+            match self.bug.is(Planted::CutKeepsGrants) {
+                true => self.forget(key, session),
+                false => self.revoke(key),
+            }
         }
     }
 
     pub(crate) fn add(&self, peer: &PeerId, session: SessionKey, window: Window) -> Result<GrantKey, TransportError> {
         let key = GrantKey(u128::from_le_bytes(random()));
         let life = RwLock::new(Life { alive: true, seals: Seals::default() });
-        let grant = Grant { key, session, window, life, progress: Mutex::default() };
+        let progress = Mutex::new(Progress::new(self.bug));
+        let grant = Grant { key, session, window, life, progress, bug: self.bug };
         let mut state = self.write();
-        if state.grants.len() >= self.max_grants {
-            let (found, limit) = (state.grants.len() as u64 + 1, self.max_grants as u64);
+        if state.grants.len() >= state.max_grants {
+            let (found, limit) = (state.grants.len() as u64 + 1, state.max_grants as u64);
             return Err(TransportError::Limit { what: "live grants", found, limit });
         }
         let of_session = state.sessions.get_mut(&session);
@@ -172,7 +182,8 @@ impl GrantTable {
     /// The grant, if it is live and was given to this session.
     pub(crate) fn find(&self, key: u128, session: SessionKey) -> Option<Arc<Grant>> {
         let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
-        state.grants.get(&GrantKey(key)).filter(|grant| grant.session == session).cloned()
+        let is_theirs = |grant: &&Arc<Grant>| grant.session == session || self.bug.is(Planted::SessionUnchecked);
+        state.grants.get(&GrantKey(key)).filter(is_theirs).cloned()
     }
 
     /// After this returns nothing is placed under the grant.
@@ -180,17 +191,33 @@ impl GrantTable {
     /// The grant stays in the table until it is dead, so that a second caller waits as long as the first.
     pub(crate) fn revoke(&self, key: GrantKey) {
         let Some(grant) = self.get(key) else { return };
-        grant.change().alive = false;
+        if self.bug.is(Planted::RevokeNotWaited) {
+            let grant = Arc::clone(&grant);
+            std::thread::spawn(move || grant.change().alive = false);
+        } else if !self.bug.is(Planted::RevokeSkipped) {
+            grant.change().alive = false;
+        }
+        self.forget(key, grant.session);
+    }
+
+    fn forget(&self, key: GrantKey, session: SessionKey) {
         let mut state = self.write();
         state.grants.remove(&key);
-        if let Some(of_session) = state.sessions.get_mut(&grant.session) {
+        if let Some(of_session) = state.sessions.get_mut(&session) {
             of_session.remove(&key);
+        }
+        if self.bug.is(Planted::GrantCreditLost) {
+            state.max_grants = state.max_grants.saturating_sub(1);
         }
     }
 
     /// After this returns nothing is placed into these parts of the grant's window.
     pub(crate) fn seal(&self, key: GrantKey, extents: &[Extent]) {
-        if let Some(grant) = self.get(key) {
+        let Some(grant) = self.get(key) else { return };
+        if self.bug.is(Planted::SealNotWaited) {
+            let extents = extents.to_vec();
+            std::thread::spawn(move || grant.change().seals.add(&extents));
+        } else if !self.bug.is(Planted::SealSkipped) {
             grant.change().seals.add(extents);
         }
     }

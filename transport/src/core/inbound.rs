@@ -9,6 +9,7 @@ use kvferry_protocol::wire::{FrameHeader, Refusal, WireError, check_extents, dec
 use super::Core;
 use super::counters::Counters;
 use super::grants::{Grant, SessionKey};
+use super::planted::Planted;
 use super::progress::FrameWords;
 use super::runs::RunList;
 use super::seals::SealsSeen;
@@ -79,6 +80,7 @@ impl Inbound {
             self.grant.append_runs(&self.extents, self.done, MAX_RUNS, &mut self.runs);
         }
         let placing = self.grant.place(self.words.sequence, &self.named, &mut self.seals)?;
+        self.grant.bug.dawdle();
         let (placed, result) = fill(&self.runs[self.next..]);
         drop(placing);
         self.done += placed as u64;
@@ -90,13 +92,17 @@ impl Inbound {
     pub(crate) fn land(&self, core: &Core, peer: &PeerId) -> Result<bool, Refusal> {
         Counters::add(&core.counters.landed_bytes, self.words.payload_bytes);
         self.grant.land(self.words, |notification| {
-            core.events.push(Event::Landed {
+            let landed = |notification| Event::Landed {
                 peer: peer.clone(),
                 grant: self.grant.key,
                 sequence: self.words.sequence,
                 bytes: self.words.write_bytes,
                 notification,
-            });
+            };
+            if core.bug.is(Planted::LandedTwice) {
+                core.events.push(landed(notification.clone()));
+            }
+            core.events.push(landed(notification));
         })
     }
 

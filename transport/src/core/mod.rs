@@ -9,6 +9,7 @@ mod events;
 mod grants;
 mod inbound;
 mod outbox;
+mod planted;
 mod post;
 mod progress;
 mod regions;
@@ -23,6 +24,9 @@ pub(crate) use events::EventQueue;
 pub(crate) use grants::{GrantTable, SessionKey};
 pub(crate) use inbound::Inbound;
 pub(crate) use outbox::Outbox;
+pub(crate) use planted::Bug;
+#[cfg(feature = "planted")]
+pub use planted::Planted;
 pub(crate) use post::Post;
 pub(crate) use regions::RegionTable;
 pub(crate) use superseded::{Superseded, is_other_start};
@@ -41,17 +45,19 @@ pub(crate) struct Core {
     pub(crate) grants: GrantTable,
     pub(crate) events: EventQueue,
     pub(crate) counters: Counters,
+    bug: Bug,
     next_post: AtomicU64,
     next_session: AtomicU64,
 }
 
 impl Core {
-    pub(crate) fn new(max_grants: usize, max_events: usize) -> Self {
+    pub(crate) fn new(max_grants: usize, max_events: usize, bug: Bug) -> Self {
         Self {
             regions: RegionTable::new(),
-            grants: GrantTable::new(max_grants),
-            events: EventQueue::new(max_events),
+            grants: GrantTable::new(max_grants, bug),
+            events: EventQueue::new(max_events, bug),
             counters: Counters::default(),
+            bug,
             next_post: AtomicU64::new(1),
             next_session: AtomicU64::new(1),
         }

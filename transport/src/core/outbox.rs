@@ -11,17 +11,18 @@ use std::time::Instant;
 use super::Core;
 use super::counters::Counters;
 use super::cut::FrameCut;
+use super::planted::Planted;
 use super::post::Post;
 use crate::api::{Event, GrantKey};
 use crate::error::TransportError;
 
 pub(crate) struct Outbox {
     state: Mutex<State>,
-    max_posts: usize,
 }
 
 struct State {
     is_open: bool,
+    max_posts: usize,
     queue: VecDeque<Queued>,
     live: HashMap<(GrantKey, u32), Live>,
 }
@@ -41,7 +42,8 @@ struct Live {
 
 impl Outbox {
     pub(crate) fn new(max_posts: usize) -> Self {
-        Self { state: Mutex::new(State { is_open: true, queue: VecDeque::new(), live: HashMap::new() }), max_posts }
+        let (queue, live) = Default::default();
+        Self { state: Mutex::new(State { is_open: true, max_posts, queue, live }) }
     }
 
     /// Queues a post.
@@ -50,8 +52,8 @@ impl Outbox {
         if !state.is_open {
             return Err(TransportError::NotConnected { peer: peer.to_owned() });
         }
-        if state.live.len() >= self.max_posts {
-            let (found, limit) = (state.live.len() as u64 + 1, self.max_posts as u64);
+        if state.live.len() >= state.max_posts {
+            let (found, limit) = (state.live.len() as u64 + 1, state.max_posts as u64);
             return Err(TransportError::Limit { what: "posts to one peer", found, limit });
         }
         let key = (post.grant, post.sequence);
@@ -100,6 +102,9 @@ impl Outbox {
         let mut state = self.lock();
         if let Some(live) = state.live.remove(&(grant, sequence)) {
             state.queue.retain(|queued| !Arc::ptr_eq(&queued.post, &live.post));
+            if core.bug.is(Planted::PostCreditLost) {
+                state.max_posts = state.max_posts.saturating_sub(1);
+            }
             end(core, &live.post, outcome);
         }
     }
@@ -141,8 +146,15 @@ impl Outbox {
     }
 }
 
-fn end(core: &Core, post: &Post, outcome: Result<(), TransportError>) {
-    post.release_source();
+fn end(core: &Core, post: &Arc<Post>, outcome: Result<(), TransportError>) {
+    if core.bug.is(Planted::SlabKept) {
+        std::mem::forget(Arc::clone(post));
+    } else {
+        post.release_source();
+    }
     core.counters.posts_live.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+    if core.bug.is(Planted::PostedTwice) {
+        core.events.push(Event::Posted { post: post.id, outcome: outcome.clone() });
+    }
     core.events.push(Event::Posted { post: post.id, outcome });
 }

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use kvferry_protocol::wire::Refusal;
 
+use super::planted::{Bug, Planted};
+
 /// How many writes of one grant may be open at once.
 const MAX_OPEN: usize = 1024;
 /// How many holes the numbers of ended writes may have.
@@ -27,6 +29,7 @@ pub(crate) struct Progress {
     open: BTreeMap<u32, Open>,
     ended: Numbers,
     cancelled: Numbers,
+    bug: Bug,
 }
 
 struct Open {
@@ -39,7 +42,7 @@ struct Open {
 
 impl Default for Progress {
     fn default() -> Self {
-        Self { open: BTreeMap::new(), ended: Numbers::new(MAX_HOLES), cancelled: Numbers::new(MAX_HOLES) }
+        Self::new(Bug::default())
     }
 }
 
@@ -51,12 +54,16 @@ impl Open {
 }
 
 impl Progress {
+    pub(crate) fn new(bug: Bug) -> Self {
+        Self { open: BTreeMap::new(), ended: Numbers::new(MAX_HOLES), cancelled: Numbers::new(MAX_HOLES), bug }
+    }
+
     /// Takes a frame whose payload is about to be placed.
     pub(crate) fn admit(&mut self, words: FrameWords, notification: &[u8]) -> Result<(), Refusal> {
         if self.cancelled.contains(words.sequence) {
             return Err(Refusal::Cancelled);
         }
-        if self.ended.contains(words.sequence) {
+        if self.ended.contains(words.sequence) && !self.bug.is(Planted::SequenceTakenAgain) {
             return Err(Refusal::SequenceTaken);
         }
         if !self.open.contains_key(&words.sequence) && self.open.len() >= MAX_OPEN {
@@ -83,7 +90,7 @@ impl Progress {
         // Not open any more: refused or cancelled while another lane was placing it.
         let Some(open) = self.open.get_mut(&words.sequence) else { return Ok(None) };
         open.landed_bytes += words.payload_bytes;
-        if open.landed_bytes < open.write_bytes {
+        if open.landed_bytes < open.write_bytes && !self.bug.is(Planted::LandedEarly) {
             return Ok(None);
         }
         let notification = open.notification.take();

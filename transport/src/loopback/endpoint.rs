@@ -16,7 +16,7 @@ use super::{FaultPlan, LoopbackConfig, Network};
 use crate::api::{
     Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
-use crate::core::{Core, Post, Superseded, is_other_start};
+use crate::core::{Bug, Core, Post, Superseded, is_other_start};
 use crate::error::TransportError;
 
 /// The most extents of one post.
@@ -65,8 +65,9 @@ impl Shared {
         peer: PeerId,
         greeting: Bytes,
         config: LoopbackConfig,
+        bug: Bug,
     ) -> Self {
-        let core = Core::new(config.max_grants, config.max_events);
+        let core = Core::new(config.max_grants, config.max_events, bug);
         Self { network, number, peer, greeting, config, core, state: Mutex::default(), woken: Condvar::new() }
     }
 

@@ -15,11 +15,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bytes::Bytes;
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::MAX_PAYLOAD_BYTES;
+use kvferry_protocol::wire::{MAX_PAYLOAD_BYTES, VERSIONS};
 
 pub use endpoint::Loopback;
 pub use faults::{FaultPlan, FaultRates};
 
+use crate::core::Bug;
 use endpoint::Shared;
 
 /// Limits of a loopback endpoint.
@@ -37,6 +38,8 @@ pub struct LoopbackConfig {
     pub max_peers: usize,
     /// Payload bytes of one frame; brought into 64 bytes to 4 MiB.
     pub frame_bytes: u64,
+    /// The newest protocol version to speak.
+    pub newest_version: u16,
 }
 
 impl Default for LoopbackConfig {
@@ -48,6 +51,7 @@ impl Default for LoopbackConfig {
             max_messages: 4096,
             max_peers: 64,
             frame_bytes: 256 << 10,
+            newest_version: VERSIONS.max,
         }
     }
 }
@@ -72,11 +76,35 @@ impl LoopbackNetwork {
     /// Makes an endpoint called `peer`, which introduces itself with `greeting`; what it sends suffers `faults`.
     #[must_use]
     pub fn endpoint(&self, peer: PeerId, greeting: Bytes, config: LoopbackConfig, faults: FaultPlan) -> Loopback {
+        self.endpoint_with(peer, greeting, config, faults, Bug::default())
+    }
+
+    /// The same with a bug, so that a test can prove that it is seen.
+    #[cfg(feature = "planted")]
+    #[must_use]
+    pub fn endpoint_planted(
+        &self,
+        peer: PeerId,
+        greeting: Bytes,
+        config: LoopbackConfig,
+        bug: crate::Planted,
+    ) -> Loopback {
+        self.endpoint_with(peer, greeting, config, FaultPlan::NONE, Bug::plant(bug))
+    }
+
+    fn endpoint_with(
+        &self,
+        peer: PeerId,
+        greeting: Bytes,
+        config: LoopbackConfig,
+        faults: FaultPlan,
+        bug: Bug,
+    ) -> Loopback {
         // A frame has some bytes, and as many as its header can say.
         let frame_bytes = config.frame_bytes.clamp(64, MAX_PAYLOAD_BYTES as u64);
         let config = LoopbackConfig { frame_bytes, ..config };
         let number = self.0.next.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(Shared::new(Arc::clone(&self.0), number, peer, greeting, config));
+        let shared = Arc::new(Shared::new(Arc::clone(&self.0), number, peer, greeting, config, bug));
         self.0.lock().insert(number, Arc::downgrade(&shared));
         Loopback::start(shared, faults)
     }

@@ -22,7 +22,7 @@ use super::wake::Waker;
 use crate::api::{
     Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
-use crate::core::{Core, Post, SessionKey};
+use crate::core::{Bug, Core, Post, SessionKey};
 use crate::error::TransportError;
 
 /// The most extents of one post.
@@ -71,6 +71,31 @@ impl Tcp {
     /// # Errors
     /// [`TransportError::Io`] if the address cannot be listened on; [`TransportError::Limit`] if the greeting is too long.
     pub fn bind(config: TcpConfig, key: ClusterKey, peer: PeerId, greeting: Bytes) -> Result<Self, TransportError> {
+        Self::bind_with(config, key, peer, greeting, Bug::default())
+    }
+
+    /// The same with a bug, so that a test can prove that it is seen.
+    ///
+    /// # Errors
+    /// As [`Tcp::bind`].
+    #[cfg(feature = "planted")]
+    pub fn bind_planted(
+        config: TcpConfig,
+        key: ClusterKey,
+        peer: PeerId,
+        greeting: Bytes,
+        bug: crate::Planted,
+    ) -> Result<Self, TransportError> {
+        Self::bind_with(config, key, peer, greeting, Bug::plant(bug))
+    }
+
+    fn bind_with(
+        config: TcpConfig,
+        key: ClusterKey,
+        peer: PeerId,
+        greeting: Bytes,
+        bug: Bug,
+    ) -> Result<Self, TransportError> {
         limit("bytes of a greeting", greeting.len(), MAX_GREETING_BYTES)?;
         let broken = |operation| {
             let peer = config.listen.to_string();
@@ -85,7 +110,7 @@ impl Tcp {
         };
         let data = (0..config.data_threads).map(|_| DataThread::new()).collect::<Result<Vec<_>, _>>();
         let shared = Arc::new(Shared {
-            core: Core::new(config.max_grants, config.max_events),
+            core: Core::new(config.max_grants, config.max_events, bug),
             data: data.map_err(broken("make an eventfd"))?,
             waker: Waker::new().map_err(broken("make an eventfd"))?,
             key,

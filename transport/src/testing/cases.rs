@@ -9,7 +9,7 @@ use kvferry_protocol::pages::{Extent, Loop, Pages, Piece};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, TestRunner};
 
-use super::node::{Make, Node, PATIENCE, contiguous, peer, write};
+use super::node::{Make, Node, contiguous, patience, peer, write};
 use super::pages::{Random, scattered_write};
 use crate::api::{Event, GrantKey, Slab, Source, Write};
 use crate::error::TransportError;
@@ -142,7 +142,7 @@ pub fn nothing_lands_after_revoke_returned(make: &Make<'_>) {
     let mut random = Random(6);
     let mut posts = Vec::new();
     let (mut whole, mut cut_short) = (0, 0);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + patience();
     let mut round = 0;
     // On a busy machine a copy is often over before this thread runs again; such rounds prove nothing.
     while round < ROUNDS || cut_short < RACES {

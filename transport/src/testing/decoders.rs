@@ -12,7 +12,7 @@ use kvferry_protocol::wire::{
 
 use super::arena::Arena;
 use super::node::peer;
-use crate::core::{Core, Inbound};
+use crate::core::{Bug, Core, Inbound};
 use crate::raw::{self, RawRun};
 
 /// A decoder and its name, which is that of its fuzz target and of its corpus.
@@ -113,7 +113,7 @@ pub fn frame(bytes: &[u8]) {
 pub fn inbound(bytes: &[u8]) {
     const REGION_BYTES: usize = 4096;
     let arena = Arena::new(REGION_BYTES, 0);
-    let core = Core::new(4, 64);
+    let core = Core::new(4, 64, Bug::default());
     core.register(arena.memory()).expect("a region");
     let session = core.next_session();
     core.grants.open_session(session);

@@ -4,6 +4,7 @@
 //! asserts on time: each waits for an event, and gives up after [`PATIENCE`] with a word about what did not come.
 
 mod arena;
+mod borders;
 mod cases;
 pub mod decoders;
 mod node;
@@ -12,8 +13,9 @@ mod proxy;
 mod raw_pair;
 
 pub use arena::Arena;
+pub use borders::*;
 pub use cases::*;
-pub use node::{Make, Node, PATIENCE, peer};
+pub use node::{Make, Node, PATIENCE, patience, peer, with_patience};
 pub use pages::{ScatteredWrite, scattered_write};
 pub use proxy::{Flow, Proxy, ProxyPlan, Towards};
 pub use raw_pair::{RawPair, scattered};
@@ -38,6 +40,9 @@ macro_rules! contract_tests {
             a_restarted_peer_is_a_new_one,
             shutdown_amid_traffic_ends_everything,
             a_peer_that_is_not_there_is_reported_and_found_later,
+            a_grant_is_of_no_use_to_another_peer,
+            nothing_lands_after_a_session_ended,
+            what_is_limited_comes_back,
         );
     };
     ($make:expr; $($case:ident),+ $(,)?) => {$(

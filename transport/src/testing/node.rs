@@ -1,5 +1,6 @@
 //! One endpoint of a test: a transport, its memory, and the events that nobody has asked for yet.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,29 @@ use crate::error::TransportError;
 
 /// How long a test waits for an event: far longer than any takes, so that only a hang reaches it.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+
+thread_local! {
+    static SHORTER: Cell<Option<Duration>> = const { Cell::new(None) };
+}
+
+/// Runs something with less patience on this thread: for what is expected to hang.
+pub fn with_patience<T>(patience: Duration, run: impl FnOnce() -> T) -> T {
+    struct Restored;
+    impl Drop for Restored {
+        fn drop(&mut self) {
+            SHORTER.set(None);
+        }
+    }
+    SHORTER.set(Some(patience));
+    let _restored = Restored;
+    run()
+}
+
+/// How long this thread waits: [`PATIENCE`], unless it was told otherwise.
+#[must_use]
+pub fn patience() -> Duration {
+    SHORTER.get().unwrap_or(PATIENCE)
+}
 
 /// Makes an endpoint of the transport under test.
 pub type Make<'a> = dyn Fn(PeerId, Bytes) -> Box<dyn Transport> + 'a;
@@ -117,7 +141,7 @@ impl Node {
     /// # Panics
     /// If none comes.
     pub fn wait(&mut self, what: &str, mut wanted: impl FnMut(&Event) -> bool) -> Event {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience();
         let mut looked_at = 0;
         loop {
             if let Some(at) = self.waiting.iter().skip(looked_at).position(&mut wanted) {
@@ -141,7 +165,7 @@ impl Node {
     /// # Panics
     /// If that does not happen.
     pub fn wait_stats(&mut self, what: &str, done: impl Fn(&crate::api::TransportStats) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience();
         while !done(&self.transport.stats()) {
             assert!(Instant::now() < deadline, "{}: {what}: {:?}", self.peer, self.transport.stats());
             self.poll(Duration::from_millis(1));

@@ -40,8 +40,8 @@ pub struct Proxy {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Default)]
 struct Shared {
+    target: Mutex<SocketAddr>,
     plan: Mutex<ProxyPlan>,
     is_stopping: AtomicBool,
     is_refusing: AtomicBool,
@@ -65,9 +65,9 @@ impl Proxy {
     pub fn new(target: SocketAddr, plan: ProxyPlan) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address");
-        let shared = Arc::new(Shared { plan: Mutex::new(plan), ..Shared::default() });
+        let shared = Arc::new(Shared::new(target, plan));
         let of_thread = Arc::clone(&shared);
-        let thread = std::thread::spawn(move || listen(&of_thread, &listener, target));
+        let thread = std::thread::spawn(move || listen(&of_thread, &listener));
         Self { address, shared, thread: Some(thread) }
     }
 
@@ -75,6 +75,11 @@ impl Proxy {
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Where connections go from now on: who was there is started elsewhere.
+    pub fn set_target(&self, target: SocketAddr) {
+        *lock(&self.shared.target) = target;
     }
 
     /// What is done to connections from now on.
@@ -120,6 +125,12 @@ impl Drop for Proxy {
 }
 
 impl Shared {
+    fn new(target: SocketAddr, plan: ProxyPlan) -> Self {
+        let (is_stopping, is_refusing, towards_dialler, towards_target, open) = Default::default();
+        let (target, plan) = (Mutex::new(target), Mutex::new(plan));
+        Self { target, plan, is_stopping, is_refusing, towards_dialler, towards_target, open }
+    }
+
     fn valve(&self, towards: Towards) -> &Valve {
         match towards {
             Towards::Dialler => &self.towards_dialler,
@@ -142,7 +153,7 @@ impl Shared {
     }
 }
 
-fn listen(shared: &Arc<Shared>, listener: &TcpListener, target: SocketAddr) {
+fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
     let mut carriers: Vec<JoinHandle<()>> = Vec::new();
     for (number, near) in (0..).zip(listener.incoming()) {
         if shared.is_stopping.load(Ordering::SeqCst) {
@@ -152,6 +163,7 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, target: SocketAddr) {
         if shared.is_refusing.load(Ordering::SeqCst) {
             continue;
         }
+        let target = *lock(&shared.target);
         let (Ok(near), Ok(far)) = (near, TcpStream::connect(target)) else { continue };
         let _ = (near.set_nodelay(true), far.set_nodelay(true));
         let plan = *lock(&shared.plan);

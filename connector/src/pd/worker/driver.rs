@@ -25,6 +25,7 @@ use super::posting::Posting;
 use super::receiving::Receiving;
 use super::returning::Taking;
 use super::sending::Sending;
+use super::unheard::Unheard;
 use super::{Board, Command, Input};
 use crate::config::ConnectorConfig;
 use crate::contract::{self, Cancel, RequestId};
@@ -59,6 +60,8 @@ pub(super) struct Driver {
     /// Tells the engine that a step is wanted although nothing is scheduled.
     pub(super) wake: Outbox<()>,
     pub(super) messages: Outbox<(PeerId, Bytes)>,
+    /// What found `messages` full.
+    pub(super) unheard: Unheard,
     epoch: Instant,
     deadlines: Deadlines,
     /// Who waits for the end of which transfers.
@@ -128,6 +131,7 @@ impl Driver {
             taking: Taking::default(),
             wake,
             messages,
+            unheard: Unheard::default(),
             epoch: Instant::now(),
             deadlines: Deadlines::default(),
             waiting: Vec::new(),
@@ -145,6 +149,7 @@ impl Driver {
             self.expire();
             self.push_posts();
             self.push_stores();
+            self.unheard.hand_over(&self.messages);
             self.set_gauges();
             if self.is_stopped() {
                 break;
@@ -223,9 +228,13 @@ impl Driver {
         }
     }
 
-    /// Sends a message; without a session it is lost, as the machines expect.
+    /// Sends a message in the version of the session; without a session it is lost, as the machines expect.
     pub(super) fn send(&self, peer: &PeerId, message: &Message) {
-        match codec::encode(*codec::VERSIONS.end(), message) {
+        let Some(version) = self.peers.version(peer) else {
+            tracing::debug!(%peer, message = message.name(), "message was not sent: there is no session");
+            return;
+        };
+        match codec::encode(version, message) {
             Ok(bytes) => {
                 if let Err(error) = self.transport.send(peer, bytes.into()) {
                     tracing::debug!(%peer, message = message.name(), %error, "message was not sent");
@@ -363,6 +372,7 @@ impl Driver {
         metrics.early_grants_live.set(self.early.len() as u64);
         metrics.grants_live.set(self.granted.len() as u64);
         metrics.sessions_live.set(self.peers.count() as u64);
+        metrics.engine_messages_waiting.set(self.unheard.len() as u64);
         let (used, limit) = self.posting.slab_bytes();
         metrics.slab_pool_used_bytes.set(used);
         metrics.slab_pool_limit_bytes.set(limit);
@@ -404,6 +414,7 @@ impl Driver {
         let next = self.deadlines.first().map_or(IDLE_WAIT, |(at, ..)| at.since(self.now()));
         let tier = self.keeping.as_ref().and_then(Keeping::deadline);
         let next = tier.map_or(next, |at| at.since(self.now()).min(next));
+        let next = if self.unheard.is_empty() { next } else { next.min(UNHEARD_WAIT) };
         let stop = self.stopping.as_ref().map(|(by, _)| by.saturating_duration_since(Instant::now()));
         next.min(stop.unwrap_or(IDLE_WAIT)).min(IDLE_WAIT)
     }
@@ -455,3 +466,5 @@ impl Deadlines {
 const EARLY_MESSAGES: usize = 1024;
 /// The longest sleep: machines wake the driver through `deadlines`, so this bounds only how late expired early grants go.
 const IDLE_WAIT: Duration = Duration::from_millis(500);
+/// How soon the engine's queue is looked at again while something waits for room in it.
+const UNHEARD_WAIT: Duration = Duration::from_millis(5);

@@ -11,6 +11,8 @@
 //! Lock order: the board's locks are leaves; no other lock is taken under one.
 
 mod card;
+#[cfg(feature = "testing")]
+pub mod decoders;
 mod driver;
 mod ended;
 mod events;
@@ -19,6 +21,7 @@ mod jobs;
 mod keeping;
 mod leases;
 mod loading;
+mod orders;
 mod overlap;
 mod peers;
 mod posting;
@@ -29,6 +32,7 @@ mod sending;
 mod slabs;
 mod step;
 mod tier_threads;
+mod unheard;
 mod window;
 
 use std::collections::BTreeSet;
@@ -51,6 +55,7 @@ use driver::{Driver, Outlets};
 use groups::LinkRate;
 use jobs::JobDone;
 use keeping::Keeping;
+use orders::Orders;
 use progress::Progress;
 use step::{Handed, StepProgress};
 use tier_threads::{TierAnswer, TierThreads};
@@ -59,7 +64,7 @@ use super::caches::{Caches, KvCache};
 use crate::config::ConnectorConfig;
 use crate::contract::{
     BadStep, Cancel, Load, LoadFailure, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store,
-    Take, Worker,
+    Take, TierResults, Worker,
 };
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
@@ -88,6 +93,8 @@ pub struct PdWorker {
     board: Arc<Board>,
     messages: Receiver<(PeerId, Bytes)>,
     step: StepProgress,
+    /// What the driver has not answered.
+    orders: Orders,
     /// Blocks to keep when the step is complete.
     stores: Vec<Store>,
     returns: Vec<Return>,
@@ -279,6 +286,7 @@ impl PdWorker {
             board,
             messages,
             step,
+            orders: Orders::default(),
             stores: Vec::new(),
             returns: Vec::new(),
             wakes,
@@ -294,7 +302,8 @@ impl PdWorker {
         PdHandle { inputs: self.inputs.clone(), board: Arc::clone(&self.board) }
     }
 
-    /// What peers' engines said to this one; bounded, the newest are dropped and counted when nobody takes them.
+    /// What peers' engines said to this one, in order. What nobody takes waits, within a limit for each peer; a peer that goes on
+    /// all the same is cut, which ends or repeats its loads, and what it said is dropped and counted.
     #[must_use]
     pub const fn messages(&self) -> &Receiver<(PeerId, Bytes)> {
         &self.messages
@@ -382,6 +391,7 @@ impl Worker for PdWorker {
         // Of a step whose end was not told.
         self.hand_over_blocks();
         self.step.begin(&meta);
+        self.orders.given(&meta);
         meta.settled.iter().for_each(|request| self.board.progress.forget(request));
         self.begin_loads(meta.loads)?;
         let ready = self.step.ready_before(&meta.saves);
@@ -465,11 +475,14 @@ impl Worker for PdWorker {
     }
 
     fn poll(&mut self) -> StepResults {
+        // Asked first: what a driver said before it went is among the results then.
+        let is_closed = self.board.progress.is_closed();
         let mut results = self.board.results();
         let mut taken = std::mem::replace(&mut *results, StepResults::empty(self.tp_rank));
         drop(results);
         self.step.ended(&taken.sent);
-        if self.board.progress.is_closed() {
+        self.orders.answered(&taken);
+        if is_closed {
             // The transport is shut, so nothing touches the pages of what the driver left behind.
             let reason = ConnectorError::Ended.to_string();
             taken.failed.extend(self.board.progress.abandoned().into_iter().map(|request| LoadFailure {
@@ -478,7 +491,13 @@ impl Worker for PdWorker {
                 good_blocks: Vec::new(),
                 reason: reason.clone(),
             }));
-            taken.sent.extend(self.step.abandoned());
+            let mut sent = self.orders.abandoned_keeps();
+            sent.extend(self.step.abandoned());
+            taken.sent.extend(sent);
+            let TierResults { kept, restored, returned, .. } = self.orders.abandoned(&reason);
+            taken.tier.kept.extend(kept);
+            taken.tier.restored.extend(restored);
+            taken.tier.returned.extend(returned);
         }
         taken
     }

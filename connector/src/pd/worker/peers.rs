@@ -26,6 +26,8 @@ pub(super) struct Peers {
 #[derive(Debug)]
 struct Session {
     number: u64,
+    /// The protocol version that is spoken in it.
+    version: u16,
     address: Option<PeerAddress>,
     heads: Range<u16>,
     tp_size: u16,
@@ -71,14 +73,20 @@ impl Peers {
         self.missed.get(&address).map(String::as_str)
     }
 
-    /// A session came up and was accepted.
-    pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64, card: &WorkerCard) {
+    /// A session came up and was accepted: its number, and the version that is spoken in it.
+    pub(super) fn up(
+        &mut self,
+        peer: PeerId,
+        address: Option<PeerAddress>,
+        (number, version): (u64, u16),
+        card: &WorkerCard,
+    ) {
         if let Some(address) = address {
             self.by_address.insert(address, peer.clone());
             self.doubtful.remove(&address);
             self.missed.remove(&address);
         }
-        self.up.insert(peer, Session { number, address, heads: card.held_heads(), tp_size: card.tp_size });
+        self.up.insert(peer, Session { number, version, address, heads: card.held_heads(), tp_size: card.tp_size });
     }
 
     /// A session ended; returns whether it was accepted before.
@@ -93,6 +101,11 @@ impl Peers {
     /// The number of the session with a peer that is up.
     pub(super) fn session(&self, peer: &PeerId) -> Option<u64> {
         self.up.get(peer).map(|session| session.number)
+    }
+
+    /// The protocol version that is spoken with a peer that is up.
+    pub(super) fn version(&self, peer: &PeerId) -> Option<u16> {
+        self.up.get(peer).map(|session| session.version)
     }
 
     /// Who answers at an address, and in which session.

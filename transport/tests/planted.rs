@@ -1,0 +1,92 @@
+//! Bugs that are planted in a transport are seen by the contract: each by the case that is there for it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_transport::testing::{self, Make, with_patience};
+use kvferry_transport::{LoopbackConfig, LoopbackNetwork, Planted, Tcp, TcpConfig, TcpConfigFile, Transport};
+
+type Case = fn(&Make<'_>);
+
+/// How long a case waits for what a bug keeps from coming. A whole transport passes the same cases with all its patience.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Fewer events than any case makes, so that the queue fills.
+fn few_events(bug: Planted, usual: u32) -> u32 {
+    if bug == Planted::RoomNotTold { 8 } else { usual }
+}
+
+/// The case that must see a bug.
+fn case_of(bug: Planted) -> Case {
+    match bug {
+        Planted::RevokeSkipped | Planted::RevokeNotWaited => testing::nothing_lands_after_revoke_returned,
+        Planted::SealSkipped | Planted::SealNotWaited => {
+            testing::nothing_lands_in_what_is_sealed_and_the_rest_stays_open
+        }
+        Planted::SessionUnchecked => testing::a_grant_is_of_no_use_to_another_peer,
+        Planted::CutKeepsGrants => testing::nothing_lands_after_a_session_ended,
+        Planted::CancelUnheard => testing::cancel_ends_each_post_once,
+        Planted::SequenceTakenAgain => testing::what_may_not_be_written_is_refused_and_the_session_goes_on,
+        Planted::LandedEarly => testing::writes_of_many_frames_land_whole_in_both_directions,
+        Planted::LandedTwice | Planted::PostedTwice => {
+            testing::each_write_lands_once_after_its_bytes_with_its_notification
+        }
+        Planted::PostCreditLost | Planted::GrantCreditLost => testing::what_is_limited_comes_back,
+        Planted::RoomNotTold => testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing,
+        Planted::SlabKept => testing::a_packed_source_is_let_go_with_its_post,
+        Planted::LaneSlow => |_| panic!("it is no bug"),
+    }
+}
+
+/// Fails if the case of a bug does not.
+fn must_see(carrier: &str, bug: Planted, make: &Make<'_>) {
+    let run = || with_patience(PATIENCE, || case_of(bug)(make));
+    assert!(catch_unwind(AssertUnwindSafe(run)).is_err(), "{carrier}: nobody saw {bug:?}");
+}
+
+fn tcp(bug: Planted) -> impl Fn(PeerId, Bytes) -> Box<dyn Transport> {
+    move |peer, greeting| {
+        let usual = TcpConfigFile::default();
+        let max_events = if peer.engine.as_str() == "b" { few_events(bug, usual.max_events) } else { usual.max_events };
+        let file = TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, max_events, ..usual };
+        let key = ClusterKey::new(&[7; 32]).unwrap();
+        Box::new(Tcp::bind_planted(TcpConfig::try_from(file).unwrap(), key, peer, greeting, bug).unwrap())
+    }
+}
+
+fn loopback(bug: Planted) -> impl Fn(PeerId, Bytes) -> Box<dyn Transport> {
+    let network = LoopbackNetwork::new();
+    move |peer, greeting| {
+        let usual = LoopbackConfig::default();
+        let events = usual.max_events as u32;
+        let max_events = if peer.engine.as_str() == "b" { few_events(bug, events) } else { events } as usize;
+        Box::new(network.endpoint_planted(peer, greeting, LoopbackConfig { max_events, ..usual }, bug))
+    }
+}
+
+#[test]
+fn every_bug_planted_in_tcp_is_seen() {
+    Planted::ALL.into_iter().for_each(|bug| must_see("tcp", bug, &tcp(bug)));
+}
+
+#[test]
+fn every_bug_planted_in_loopback_is_seen() {
+    // Two do no harm there: a cancel is a call, so there is nothing to be heard, and a session's end waits for the copies out of its
+    // posts' sources, which are the copies into its grants.
+    let harmless = [Planted::CancelUnheard, Planted::CutKeepsGrants];
+    let bugs = Planted::ALL.into_iter().filter(|bug| !harmless.contains(bug));
+    bugs.for_each(|bug| must_see("loopback", bug, &loopback(bug)));
+}
+
+/// What makes two of the bugs visible is none itself.
+#[test]
+fn slow_lanes_are_no_bug() {
+    for make in [&tcp(Planted::LaneSlow) as &Make<'_>, &loopback(Planted::LaneSlow)] {
+        testing::nothing_lands_in_what_is_sealed_and_the_rest_stays_open(make);
+        testing::nothing_lands_after_a_session_ended(make);
+    }
+    testing::nothing_lands_after_revoke_returned(&tcp(Planted::LaneSlow));
+}
