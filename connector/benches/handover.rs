@@ -157,8 +157,12 @@ fn engine(role: &str, layout: &str, shape: KvShape, extra: &str) -> Engine {
 fn hand_over(prefill: &mut Engine, decode: &mut Engine, source: &[BlockId], target: &[BlockId], round: usize) {
     let tokens = source.len() as u32 * TOKENS_PER_BLOCK;
     let (id, transfer) = (RequestId::new(&round.to_string()), TransferId::new(round as u128 + 1));
-    let params =
-        Some(TransferParams::Fetch { transfer, from: vec![prefill.worker.local_address()], ask: b"ask".to_vec() });
+    let params = Some(TransferParams::Fetch {
+        transfer,
+        from: vec![prefill.worker.local_address()],
+        engine: None,
+        ask: b"ask".to_vec(),
+    });
     let fetch = Request { id: id.clone(), prompt_tokens: tokens, params, hashes: Arc::default() };
     decode.scheduler.allocated(&fetch, target, 0, tokens).expect("it fits");
     step(decode, &ScheduledStep::default());

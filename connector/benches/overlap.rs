@@ -122,7 +122,7 @@ impl Case {
 
         let (id, transfer) = (RequestId::new(&round.to_string()), TransferId::new(round as u128 + 1));
         let from = vec![prefill.worker.local_address()];
-        let params = Some(TransferParams::Fetch { transfer, from, ask: b"ask".to_vec() });
+        let params = Some(TransferParams::Fetch { transfer, from, engine: None, ask: b"ask".to_vec() });
         let fetch = Request { id: id.clone(), prompt_tokens: PROMPT, params, hashes: Arc::default() };
         decode.scheduler.allocated(&fetch, &blocks, 0, PROMPT).expect("it fits");
         turn(decode);

@@ -104,7 +104,7 @@ fn run(prefill: &mut Engine, decode: &mut Engine, prompt: &Prompt<'_>) -> (f64, 
     let mut params = None;
     if prompt.send {
         let from = prefill.worker.local_address();
-        let fetch = Some(TransferParams::Fetch { transfer, from: vec![from], ask: b"ask".to_vec() });
+        let fetch = Some(TransferParams::Fetch { transfer, from: vec![from], engine: None, ask: b"ask".to_vec() });
         let fetch = Request { id: id.clone(), prompt_tokens: tokens, params: fetch, hashes: Arc::default() };
         decode.scheduler.allocated(&fetch, prompt.target, 0, tokens).expect("it fits");
         step(decode, &ScheduledStep::default());

@@ -187,7 +187,12 @@ impl Pair {
             let transfer = self.begun;
             self.begun += 1;
             let ask = [transfer.to_le_bytes().as_slice(), &tokens.to_le_bytes()].concat();
-            let params = TransferParams::Fetch { transfer: id_of(transfer), from: vec![self.prefill.address()], ask };
+            let params = TransferParams::Fetch {
+                transfer: id_of(transfer),
+                from: vec![self.prefill.address()],
+                engine: None,
+                ask,
+            };
             let request = request("d", transfer, tokens, params);
             let Match::Async(n) = self.decode.scheduler.matched_tokens(&request, 0) else { panic!("nothing to load") };
             self.decode.scheduler.allocated(&request, &blocks, 0, n.get()).unwrap();

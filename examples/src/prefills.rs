@@ -152,7 +152,7 @@ impl Router for PrefillRouter {
             TransferId::new(random_bits().map_err(|error| RouteError::Unavailable { problem: error.to_string() })?);
         let ask = Ask { transfer, ranks: self.ranks, tokens: prompt.to_vec() };
         let ask = ask.encode().map_err(|error| RouteError::Prompt { problem: error.to_string() })?;
-        Ok(Some(TransferParams::Fetch { transfer, from: node.from.clone(), ask }))
+        Ok(Some(TransferParams::Fetch { transfer, from: node.from.clone(), engine: None, ask }))
     }
 }
 

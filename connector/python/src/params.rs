@@ -7,6 +7,7 @@
 //! | `transfer_id` | both | names the hand-over: 32 hexadecimal digits, or any text, which is hashed; prefill draws one if there is none |
 //! | `remote_addresses` | decode | where prefill's workers listen, by tensor-parallel rank: `["10.0.0.7:7400"]` |
 //! | `remote_host`, `remote_port` | decode | the same, for workers on consecutive ports |
+//! | `remote_engine_id` | decode | prefill's engine; nobody else may answer, and a session that it dialled is used |
 //! | `tp_size` | both | ranks of the other side; prefill takes its own number if there is none |
 //!
 //! Null is as good as absent, and other keys are left alone: routers send those of other connectors, too.
@@ -14,7 +15,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use kvferry::contract::TransferParams;
-use kvferry_protocol::TransferId;
+use kvferry_protocol::{EngineId, TransferId};
 use kvferry_transport::PeerAddress;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -110,7 +111,9 @@ impl<'py> Said<'_, 'py> {
             return Err(self.refuse(problem));
         };
         let from = self.addresses()?.into_iter().map(PeerAddress::Tcp).collect();
-        Ok(TransferParams::Fetch { transfer: transfer_of(&transfer), from, ask: Vec::new() })
+        let engine = self.get::<String>("remote_engine_id")?.map(|name| EngineId::new(&name));
+        let engine = engine.transpose().map_err(|error| self.refuse(format!("remote_engine_id: {error}")))?;
+        Ok(TransferParams::Fetch { transfer: transfer_of(&transfer), from, engine, ask: Vec::new() })
     }
 
     fn keep(&self, own_tp_size: u16) -> Result<Parsed, BindingError> {

@@ -211,3 +211,14 @@ def test_an_abort_before_anybody_asked_gives_the_blocks_back_at_once(engines):
     assert prefill.scheduler.finished("a", [2, 3], False) == (True, None)
     wait_for("the release", lambda: prefill.released == ["a"], prefill)
     assert "kvferry_transfers_live{side=\"send\"} 1" in prefill.worker.metrics(), "its verdict is still awaited"
+
+
+@pytest.mark.parametrize("names", [("a", "z"), ("z", "a")])
+def test_two_engines_load_from_each_other(engines, names):
+    first, second = (engines(name, "both") for name in names)
+    for turn, (prefill, decode) in enumerate([(first, second), (second, first), (first, second)]):
+        params = prefill.prefill(f"p{turn}", 64, [2, 3], seed=turn, params={"do_remote_decode": True})
+        decode.load(f"d{turn}", 64, [6, 7], params)
+        wait_for("the load", lambda: f"d{turn}" in decode.received, decode, prefill)
+        assert not decode.failed
+        assert_carried(prefill, decode, [2, 3], [6, 7])

@@ -103,7 +103,7 @@ keys! {
     layerwise: bool, "true", "Whether decode uses a layer while later ones still land.";
     load_failure_policy: String, "`recompute`", "After a failed load: `recompute` what is missing, or `fail` the request.";
     transfer_deadline_ms: u64, "30000", "Longest transfer, from its start to its verdict, in milliseconds.";
-    progress_deadline_ms: u64, "5000", "Longest time without a byte in a running transfer, in milliseconds.";
+    progress_deadline_ms: u64, "5000", "Longest time in which nothing more of a running transfer is verified, in milliseconds; the link must carry a chunk (`chunk_bytes`) in it.";
     lease_ttl_ms: u64, "30000", "How long prefill keeps a finished request's blocks for a peer that is silent, in milliseconds.";
     verdict_timeout_ms: u64, "5000", "How long a sender waits for the receiver's verdict after its last byte, in milliseconds.";
     absent_deadline_ms: u64, "5000", "How long a peer may be without a session, at the start of a transfer and after a cut, in milliseconds.";

@@ -181,7 +181,7 @@ pub struct Network {
 pub struct Deadlines {
     /// A transfer, from its start to its verdict.
     pub transfer: Duration,
-    /// A running transfer without a byte; at most `transfer`.
+    /// A running transfer of which nothing more is verified; at most `transfer`.
     pub progress: Duration,
     /// A finished request's blocks, kept for a peer that is silent.
     pub lease_ttl: Duration,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use kvferry_protocol::{BlockId, PeerId, TransferId};
+use kvferry_protocol::{BlockId, EngineId, PeerId, TransferId};
 use kvferry_transport::PeerAddress;
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +58,9 @@ pub enum TransferParams {
         transfer: TransferId,
         /// Where the prefill engine's workers listen, by tensor-parallel rank: one address a rank, all of them.
         from: Vec<PeerAddress>,
+        /// The prefill engine's name, where it is known: nobody else may answer, and a session that its workers dialled, or that
+        /// leads to them by another address, is as good as one to `from`.
+        engine: Option<EngineId>,
         /// An engine message that asks for the prompt, carried ahead of the grant and again after a cut, so the prefill engine
         /// takes the second one for the first; empty where a router has asked.
         ask: Vec<u8>,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kvferry_protocol::codec::{self, CodecError};
-use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
+use kvferry_protocol::{BlockId, EngineId, PeerId, TpRank, TransferId};
 use kvferry_transport::PeerAddress;
 use serde::{Deserialize, Serialize};
 
@@ -90,6 +90,8 @@ pub struct Load {
     pub transfer: TransferId,
     /// Where the prefill workers listen, by tensor-parallel rank.
     pub from: Vec<PeerAddress>,
+    /// The prefill engine's name, where it is known.
+    pub engine: Option<EngineId>,
     /// What its engine is asked, if the router did not ask it.
     pub ask: Vec<u8>,
     /// The request's blocks from the one that holds `tokens.start`.

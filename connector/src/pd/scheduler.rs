@@ -130,7 +130,7 @@ impl PdScheduler {
         local_tokens: u32,
         external_tokens: u32,
     ) -> Result<(), ConnectorError> {
-        let Some(TransferParams::Fetch { transfer, from, ask }) = &request.params else {
+        let Some(TransferParams::Fetch { transfer, from, engine, ask }) = &request.params else {
             return Ok(());
         };
         if self.fetched.contains(&request.id) {
@@ -172,6 +172,7 @@ impl PdScheduler {
             request: request.id.clone(),
             transfer: *transfer,
             from: from.clone(),
+            engine: engine.clone(),
             ask: ask.clone(),
             blocks: blocks[first_block.min(needed)..needed].to_vec(),
             tokens: local_tokens..if external_tokens == 0 { end } else { end.next_multiple_of(self.granule) },
@@ -380,12 +381,13 @@ impl Scheduler for PdScheduler {
     fn unadmitted(&mut self, request: &Request) {
         let (id, one) = (&request.id, BTreeSet::new());
         match &request.params {
-            Some(TransferParams::Fetch { transfer, from, ask }) if !self.fetched.contains(id) => {
+            Some(TransferParams::Fetch { transfer, from, engine, ask }) if !self.fetched.contains(id) => {
                 let (transfer, started, ended) = (*transfer, one.clone(), one);
                 let load = LoadState { transfer, started, ended, failure: None, surfaced: true, aborted: true };
                 self.loads.insert(id.clone(), load);
-                let (request, from, ask) = (id.clone(), from.clone(), ask.clone());
-                let nothing = Load { request, transfer, from, ask, blocks: vec![], tokens: 0..0, layerwise: false };
+                let (request, from, engine, ask) = (id.clone(), from.clone(), engine.clone(), ask.clone());
+                let (blocks, tokens) = (vec![], 0..0);
+                let nothing = Load { request, transfer, from, engine, ask, blocks, tokens, layerwise: false };
                 self.next.loads.push(nothing);
             }
             Some(TransferParams::Keep { transfer, to, readers }) if !self.kept.contains(id) => {

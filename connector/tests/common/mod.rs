@@ -283,6 +283,7 @@ pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: PeerAddr
     let params = TransferParams::Fetch {
         transfer: kvferry_protocol::TransferId::new(transfer),
         from: vec![from],
+        engine: None,
         ask: b"please".to_vec(),
     };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }

@@ -305,7 +305,8 @@ fn element(layer: u16, plane: u32, head: u16, token: u32, d: u32) -> f32 {
 }
 
 pub(crate) fn fetch(id: &str, transfer: u128, prompt_tokens: u32, from: Vec<PeerAddress>) -> Request {
-    let params = TransferParams::Fetch { transfer: TransferId::new(transfer), from, ask: b"please".to_vec() };
+    let params =
+        TransferParams::Fetch { transfer: TransferId::new(transfer), from, engine: None, ask: b"please".to_vec() };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 

@@ -9,8 +9,12 @@ fn scheduler(reporters: u16) -> PdScheduler {
 }
 
 fn fetch(id: &str, prompt_tokens: u32) -> Request {
-    let params =
-        TransferParams::Fetch { transfer: TransferId::new(7), from: vec![PeerAddress::Loopback(1)], ask: vec![] };
+    let params = TransferParams::Fetch {
+        transfer: TransferId::new(7),
+        from: vec![PeerAddress::Loopback(1)],
+        engine: None,
+        ask: vec![],
+    };
     Request { id: RequestId::new(id), prompt_tokens, params: Some(params), hashes: Arc::default() }
 }
 
@@ -158,7 +162,7 @@ fn one_ranks_failure_ends_the_load_on_all_ranks_and_is_the_reason() {
 #[test]
 fn a_load_without_addresses_is_refused() {
     let mut s = scheduler(1);
-    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: vec![], ask: vec![] };
+    let params = TransferParams::Fetch { transfer: TransferId::new(7), from: vec![], engine: None, ask: vec![] };
     let request = Request { params: Some(params), ..fetch("a", 40) };
     let error = s.allocated(&request, &blocks(3), 0, 40).unwrap_err().to_string();
     assert!(error.contains("no address"), "{error}");

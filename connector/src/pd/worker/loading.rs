@@ -75,7 +75,7 @@ impl Driver {
         self.count_live();
         for part in parts {
             self.dial(part.address);
-            if let Some((peer, session)) = self.peers.at(part.address) {
+            if let Some((peer, session)) = self.peers.find(part.address, part.engine.as_ref(), part.rank) {
                 self.attach(part.transfer, &peer, session);
             } else {
                 self.turn(part.transfer, Side::Receiving);
@@ -97,6 +97,7 @@ impl Driver {
             transfer: load.transfer.part(tp_rank, rank),
             rank,
             address: load.from[usize::from(rank.get())],
+            engine: load.engine.clone(),
             heads,
         };
         Ok(sources.into_iter().map(|source| part(source.tp_rank, source.heads)).collect())
@@ -178,7 +179,7 @@ impl Driver {
         for part in parts {
             self.dial(part.address);
             let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
-            match self.peers.at(part.address) {
+            match self.peers.find(part.address, part.engine.as_ref(), part.rank) {
                 Some((peer, _)) => self.send(&peer, &Message::Ended(ended)),
                 None => self.peers.farewell(part.address, ended),
             }

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use kvferry_protocol::PeerId;
 use kvferry_protocol::message::Ended;
+use kvferry_protocol::{EngineId, PeerId, TpRank};
 use kvferry_transport::PeerAddress;
 
 use super::card::WorkerCard;
@@ -114,6 +114,15 @@ impl Peers {
         Some((peer.clone(), self.session(peer)?))
     }
 
+    /// The same, or the rank of an engine whose name is known, whoever dialled whom.
+    pub(super) fn find(&self, address: PeerAddress, engine: Option<&EngineId>, rank: TpRank) -> Option<(PeerId, u64)> {
+        let named = |engine: &EngineId| {
+            let (peer, session) = self.up.iter().find(|(peer, _)| is_rank(peer, engine, rank))?;
+            Some((peer.clone(), session.number))
+        };
+        self.at(address).or_else(|| engine.and_then(named))
+    }
+
     /// Which KV heads of the model a peer that is up holds, and of how many ranks it is one.
     pub(super) fn place(&self, peer: &PeerId) -> Option<(Range<u16>, u16)> {
         self.up.get(peer).map(|session| (session.heads.clone(), session.tp_size))
@@ -123,6 +132,11 @@ impl Peers {
     pub(super) fn count(&self) -> usize {
         self.up.len()
     }
+}
+
+/// Whether a peer is one tensor-parallel rank of an engine; peers that hold other layers were refused.
+pub(super) fn is_rank(peer: &PeerId, engine: &EngineId, rank: TpRank) -> bool {
+    peer.engine == *engine && peer.tp_rank == rank
 }
 
 /// Words that wait for one address.

@@ -7,12 +7,13 @@ use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
 use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Reason, Verdict};
 use kvferry_protocol::transfer::{GrantRefusal, InputError, Receiver, ReceiverEnd, ReceiverOutput, Rect, Time};
-use kvferry_protocol::{Generation, PeerId, TpRank, TransferId};
+use kvferry_protocol::{EngineId, Generation, PeerId, TpRank, TransferId};
 use kvferry_transport::{PeerAddress, Transport};
 
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
 use super::loading::Loading;
+use super::peers::is_rank;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::RequestId;
 use crate::metrics;
@@ -26,8 +27,9 @@ pub(super) struct Receiving {
     /// The load that it is a part of, in [`Driver::loads`].
     pub(super) load: TransferId,
     pub(super) request: RequestId,
-    /// Where the sender listens, and which rank must answer there.
+    /// Where the sender listens, and which rank must answer there, of which engine if that is known.
     pub(super) from: PeerAddress,
+    pub(super) engine: Option<EngineId>,
     pub(super) rank: TpRank,
     /// KV heads of the model.
     pub(super) heads: Range<u16>,
@@ -53,6 +55,7 @@ pub(super) struct PartFrom {
     pub(super) transfer: TransferId,
     pub(super) rank: TpRank,
     pub(super) address: PeerAddress,
+    pub(super) engine: Option<EngineId>,
     pub(super) heads: Range<u16>,
 }
 
@@ -64,6 +67,7 @@ impl Receiving {
             load,
             request: request.clone(),
             from: part.address,
+            engine: part.engine.clone(),
             rank: part.rank,
             heads: part.heads.clone(),
             peer: None,
@@ -86,7 +90,10 @@ impl Receiving {
     pub(super) fn waits_for(&self, peer: &PeerId, address: Option<PeerAddress>) -> bool {
         match &self.peer {
             Some(known) => known == peer,
-            None => Some(self.from) == address,
+            None => {
+                let is_named = |engine: &EngineId| is_rank(peer, engine, self.rank);
+                Some(self.from) == address || self.engine.as_ref().is_some_and(is_named)
+            }
         }
     }
 
@@ -196,6 +203,11 @@ impl Driver {
             return Some(format!(
                 "{peer} answers at the address of tp_rank {}; list the prefill engine's addresses by rank",
                 entry.rank
+            ));
+        }
+        if let Some(engine) = entry.engine.as_ref().filter(|engine| **engine != peer.engine) {
+            return Some(format!(
+                "{peer} answers, but the request names engine {engine}; pass on what that engine said last"
             ));
         }
         if usize::from(ranks) != load.ranks {
