@@ -67,7 +67,7 @@ class Memory:
             LayerTensor(f"layers.{layer}.attn", at, self.address, len(self.bytes), shape, stride)
             for layer, at in enumerate(start)
         ]
-        return CacheFacts(layers, **changes)
+        return CacheFacts(**{"layers": layers, **changes})
 
     def page(self, layer: int, block: int) -> memoryview:
         start = (layer * BLOCKS + block) * PAGE

@@ -6,6 +6,11 @@ import pytest
 from engine import PAGE, TOKENS, Engine, ModelFacts, wait_for
 
 
+# Twenty blocks take two seconds.
+SLOW = {"link_gbps": 0.001, "posts_in_flight": 1, "chunk_bytes": 4096, "slab_pool_bytes": 8192}
+MANY = list(range(1, 21))
+
+
 def blocks_for(tokens: int, first: int) -> list[int]:
     """Blocks that do not follow each other."""
     return [first + 3 * index % 11 for index in range(-(-tokens // TOKENS))]
@@ -104,16 +109,16 @@ def test_a_request_that_ends_before_it_is_admitted_lets_the_other_side_go(engine
 
 
 def test_an_abort_of_decode_is_reported_once_and_frees_both_sides(engines):
-    prefill, decode = engines("p", "prefill", options={"link_gbps": 0.001}), engines("d", "decode")
-    params = prefill.prefill("a", 97, [2, 3, 4, 5], seed=1, params={"do_remote_decode": True})
-    decode.load("b", 97, [6, 7, 8, 9], params)
-    wait_for("first bytes", lambda: decode.worker.counters()["sessions_lost"] == 0 and prefill.worker.counters()["sent_bytes"] > 0, decode)
-    assert decode.scheduler.finished("b", [6, 7, 8, 9], False) == (False, None), "the engine holds them itself"
+    prefill, decode = engines("p", "prefill", options=SLOW), engines("d", "decode")
+    params = prefill.prefill("a", 640, MANY, seed=1, params={"do_remote_decode": True})
+    decode.load("b", 640, MANY, params)
+    wait_for("first bytes", lambda: prefill.worker.counters()["sent_bytes"] > 0, decode)
+    assert decode.scheduler.finished("b", MANY, False) == (False, None), "the engine holds them itself"
     wait_for("the end", lambda: decode.received == ["b"], decode)
-    decode.memory.fill([6, 7, 8, 9], 77)
-    mine = decode.memory.pages([6, 7, 8, 9])
+    decode.memory.fill(MANY, 77)
+    mine = decode.memory.pages(MANY)
     wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
-    assert decode.memory.pages([6, 7, 8, 9]) == mine, "nothing lands in blocks that were given back"
+    assert decode.memory.pages(MANY) == mine, "nothing lands in blocks that were given back"
     assert (decode.received, decode.worker.unknown_results) == (["b"], 0)
 
 
@@ -170,10 +175,10 @@ def test_a_peer_that_does_not_fit_is_refused_with_the_reason(engines, tmp_path, 
 
 
 def test_a_prefill_engine_that_dies_fails_the_load_and_the_next_start_is_another(engines):
-    prefill = engines("p", "prefill", options={"link_gbps": 0.001})
+    prefill = engines("p", "prefill", options=SLOW)
     decode = engines("d", "decode", options={"absent_deadline_ms": 500})
-    params = prefill.prefill("a", 97, [2, 3, 4, 5], seed=1, params={"do_remote_decode": True})
-    decode.load("b", 97, [6, 7, 8, 9], params)
+    params = prefill.prefill("a", 640, MANY, seed=1, params={"do_remote_decode": True})
+    decode.load("b", 640, MANY, params)
     wait_for("first bytes", lambda: prefill.worker.counters()["sent_bytes"] > 0, decode)
     prefill.worker.shutdown(0.0)
     wait_for("the failure", lambda: decode.received == ["b"], decode)
@@ -187,8 +192,22 @@ def test_a_prefill_engine_that_dies_fails_the_load_and_the_next_start_is_another
     assert_carried(again, decode, [2, 3, 4, 5], [6, 7, 8, 9])
 
 
-def test_a_lease_that_nobody_takes_ends(engines):
-    prefill = engines("p", "prefill", options={"lease_ttl_ms": 300})
-    prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+def test_a_lease_that_nobody_takes_ends_and_who_comes_late_is_refused_at_once(engines):
+    prefill, decode = engines("p", "prefill", options={"lease_ttl_ms": 300, "verdict_timeout_ms": 1000}), engines("d", "decode")
+    params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
     wait_for("the release", lambda: prefill.released == ["a"], prefill)
-    assert prefill.worker.counters()["leases_expired"] == 1
+    wait_for("the verdict", lambda: prefill.worker.counters()["sent_failed"] == 1, prefill)
+    decode.load("b", 64, [6, 7], params)
+    wait_for("the refusal", lambda: decode.received == ["b"], decode)
+    assert "the transfer is over" in decode.failed["b"] and "lease" in decode.failed["b"]
+    assert decode.bad_blocks == {6, 7}
+
+
+def test_an_abort_before_anybody_asked_gives_the_blocks_back_at_once(engines):
+    prefill = engines("p", "prefill", options={"verdict_timeout_ms": 30000, "lease_ttl_ms": 60000})
+    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True})
+    prefill.scheduler.allocated("a", [2, 3, 4, 5], 0)
+    prefill.step([("a", 0, 40, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
+    assert prefill.scheduler.finished("a", [2, 3], False) == (True, None)
+    wait_for("the release", lambda: prefill.released == ["a"], prefill)
+    assert "kvferry_transfers_live{side=\"send\"} 1" in prefill.worker.metrics(), "its verdict is still awaited"

@@ -15,6 +15,7 @@ use kvferry_protocol::{PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
+use super::ended::Ended;
 use super::jobs::Movers;
 use super::keeping::Keeping;
 use super::leases::Lease;
@@ -48,6 +49,8 @@ pub(super) struct Driver {
     pub(super) sending: BTreeMap<TransferId, Sending>,
     /// What peers said of transfers that this engine does not know yet.
     pub(super) early: Early,
+    /// Parts that this side sends no more.
+    pub(super) ended: Ended,
     /// Which transfer a grant of ours belongs to: what lands names it, but only this table is believed.
     pub(super) granted: BTreeMap<GrantKey, TransferId>,
     pub(super) posting: Posting,
@@ -121,6 +124,7 @@ impl Driver {
             receiving: BTreeMap::new(),
             sending: BTreeMap::new(),
             early,
+            ended: Ended::default(),
             granted: BTreeMap::new(),
             posting,
             keeping,

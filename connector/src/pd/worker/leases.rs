@@ -1,7 +1,7 @@
 //! What this worker keeps for a decode engine: one request's KV, in as many parts as decode ranks read it.
 //!
-//! The engine hears once that a request was sent: when all its parts ended, whatever their verdicts. A rank that nobody reads,
-//! because its heads are held by others too and those were chosen, says so at once.
+//! The engine hears once that a request was sent: when no part reads its blocks any more, whatever the verdicts, of which some may still
+//! be awaited. A rank that nobody reads, because its heads are held by others too and those were chosen, says so at once.
 
 use std::collections::BTreeSet;
 use std::num::{NonZeroU32, NonZeroU64};
@@ -22,6 +22,8 @@ pub(super) struct Lease {
     pub(super) request: RequestId,
     /// Its transfers in [`Driver::sending`] that have not ended.
     parts: BTreeSet<TransferId>,
+    /// The engine was told.
+    reported: bool,
 }
 
 impl Driver {
@@ -51,7 +53,8 @@ impl Driver {
             Ok(begun) if begun.is_empty() => self.board.results().sent.push(save.request),
             Ok(begun) => {
                 self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(begun.len() as u64);
-                let lease = Lease { request: save.request, parts: begun.iter().map(|(part, _)| *part).collect() };
+                let parts = begun.iter().map(|(part, _)| *part).collect();
+                let lease = Lease { request: save.request, parts, reported: false };
                 self.leases.insert(save.transfer, lease);
                 self.count_live();
                 for (part, peer) in begun {
@@ -75,7 +78,10 @@ impl Driver {
         let parts = self.parts_to(transfer, readers.count);
         let are_known = parts.is_ok();
         for part in parts.unwrap_or_else(|_| self.all_readers(transfer, readers.count)) {
-            let Some(peer) = self.reader(readers.to.as_ref(), &part) else { continue };
+            let Some(peer) = self.reader(readers.to.as_ref(), &part) else {
+                self.ended.insert(part.transfer, why.to_owned());
+                continue;
+            };
             if are_known {
                 self.decline(&peer, part.transfer, why);
             } else {
@@ -130,6 +136,7 @@ impl Driver {
             if peer.as_ref().is_some_and(|peer| self.early.is_declined(peer, part.transfer)) {
                 continue;
             }
+            self.ended.forget(part.transfer);
             begun.push((part, peer));
         }
         let machine = |part: &PartTo| Sender::new(began, self.sender_config(part, held));
@@ -186,14 +193,23 @@ impl Driver {
         }
     }
 
-    /// A part ended, and nothing of it reads the pages any more.
+    /// Nothing of a part reads the pages any more.
+    pub(super) fn part_released(&mut self, id: TransferId) {
+        let Some(lease) = self.leases.get_mut(&id) else { return };
+        let reads = |part: &TransferId| self.sending.get(part).is_some_and(|entry| !entry.released);
+        if !lease.reported && !lease.parts.iter().any(reads) {
+            lease.reported = true;
+            self.board.results().sent.push(lease.request.clone());
+        }
+    }
+
+    /// A part ended.
     pub(super) fn part_sent(&mut self, id: TransferId, part: TransferId) {
+        self.part_released(id);
         let Some(lease) = self.leases.get_mut(&id) else { return };
         lease.parts.remove(&part);
-        if lease.parts.is_empty()
-            && let Some(lease) = self.leases.remove(&id)
-        {
-            self.board.results().sent.push(lease.request);
+        if lease.parts.is_empty() {
+            self.leases.remove(&id);
         }
     }
 

@@ -14,6 +14,7 @@ mod card;
 #[cfg(feature = "testing")]
 pub mod decoders;
 mod driver;
+mod ended;
 mod events;
 mod groups;
 mod jobs;

@@ -228,6 +228,10 @@ impl Driver {
             SenderOutput::ReleaseLease => {
                 entry.guards.clear();
                 entry.released = true;
+                let (lease, returns) = (entry.lease, entry.returns);
+                if !returns {
+                    self.part_released(lease);
+                }
             }
             SenderOutput::Finished(verdict) => self.finish_sending(transfer, &verdict),
         }
@@ -251,10 +255,11 @@ impl Driver {
         tracing::debug!(%verdict, elapsed_us = elapsed.as_micros(), "part ended");
         let span = || Span::since(self.instant(began), Kind::Send).transfer(transfer).request(&request);
         self.board.tracer.record(span);
-        match returns {
-            true => self.return_ended(transfer, verdict),
-            false => self.part_sent(lease, transfer),
+        if returns {
+            return self.return_ended(transfer, verdict);
         }
+        self.ended.insert(transfer, format!("the transfer is over on the side that sends: {verdict}"));
+        self.part_sent(lease, transfer);
     }
 }
 
