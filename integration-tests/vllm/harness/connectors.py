@@ -5,6 +5,7 @@ Decode first (kvferry only): both legs start at once under one transfer id.
 """
 
 import json
+import random
 import secrets
 import socket
 import urllib.request
@@ -22,11 +23,19 @@ PLACEHOLDERS: dict[str, Any] = {
 """What vLLM's example router puts into the prefill leg."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """The first of some consecutive ports that nobody listens on."""
+    for _ in range(1000):
+        # Below the ports that the system gives to connections, which come and go meanwhile.
+        first = random.randrange(15_000, 32_000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise RuntimeError("there is no free port")
 
 
 @dataclass
@@ -67,7 +76,9 @@ class KvFerry(Connector):
     decode_config: dict[str, Any] = field(default_factory=dict)
     prefill_key: str = "a key for the tests, on both sides"
     decode_key: str = "a key for the tests, on both sides"
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=lambda: free_port(count=8))
+    tp: int = 1
+    """Ranks of either engine; prefill's listen at consecutive ports."""
 
     def transfer(self, side: str) -> dict[str, Any] | None:
         if side == "prefill":
@@ -80,7 +91,7 @@ class KvFerry(Connector):
         return {"KVFERRY_PSK": self.prefill_key if side == "prefill" else self.decode_key}
 
     def prefill_leg(self, transfer: str) -> dict[str, Any] | None:
-        return PLACEHOLDERS | {"transfer_id": transfer}
+        return PLACEHOLDERS | {"transfer_id": transfer, "tp_size": self.tp}
 
     def decode_first_leg(self, transfer: str, port: int | None = None) -> dict[str, Any]:
         """The decode leg of a router that posts both legs at once; `port` is prefill's unless another leads there."""
@@ -89,6 +100,7 @@ class KvFerry(Connector):
             "transfer_id": transfer,
             "remote_host": "127.0.0.1",
             "remote_port": port or self.port,
+            "tp_size": self.tp,
         }
 
 

@@ -4,6 +4,7 @@ import atexit
 import itertools
 import json
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 from . import child
 from .spec import EngineSpec
 
-PATIENCE_S = 120.0
+PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "120"))
 """Longer than anything here may take on a busy machine; no test passes or fails by the time that it took."""
 
 _context = multiprocessing.get_context("forkserver")

@@ -8,19 +8,22 @@ connector's calls is vLLM's own: its model runner's mixin makes them.
 import copy
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
@@ -74,7 +77,7 @@ class Side:
             enforce_eager=True,
             dtype="float32",
             block_size=32,
-            max_model_len=2048,
+            max_model_len=32 * (blocks - 1),
             max_num_seqs=max_requests,
             max_num_batched_tokens=max_batched_tokens,
             enable_prefix_caching=prefix_caching,
@@ -107,10 +110,13 @@ class Side:
 
         self.workers = []
         self.caches = []
+        group = Group()
         for rank, rank_config in enumerate(per_rank):
             config = copy.deepcopy(self.config)
             config.parallel_config.rank = rank
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, rank_config)
+            config.compilation_config.static_forward_context = {name: AttentionLayer() for name in specs}
+            with group.as_rank(rank):
+                worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, rank_config)
             caches = allocate_kv_cache(rank_config, torch.device("cpu"), LAYOUT)
             worker.register_kv_caches(caches)
             self.workers.append(worker)
@@ -173,7 +179,9 @@ class Side:
         """One step. `before_results` runs between the model and the scheduler's taking of its output, as aborts may."""
         with set_current_vllm_config(self.config):
             scheduled = self.scheduler.schedule()
-            outputs = [self.run_worker(rank, scheduled) for rank in range(len(self.workers))]
+            # Copies, as if they came from other processes: an empty output is one object for all of vLLM, and what aggregates writes
+            # into it.
+            outputs = [copy.copy(self.run_worker(rank, scheduled)) for rank in range(len(self.workers))]
             before_results()
             output = self.aggregator.aggregate(outputs)
             if output.kv_connector_output is not None:
@@ -256,6 +264,11 @@ class Side:
         """How many of the request's blocks are in the prefix cache."""
         return sum(self.pool().blocks[block].block_hash is not None for block in self.blocks(request_id))
 
+    def local_hit(self, request_id: str) -> int:
+        """Tokens of the prompt that this engine's own cache had, as vLLM counts them."""
+        counted = [output.prefill_stats for output in self.outputs[request_id]] + [self.requests[request_id].prefill_stats]
+        return next(stats.num_local_cached_tokens for stats in counted if stats is not None)
+
     def stages(self) -> dict[str, int]:
         """vLLM's gauge of requests by what their load is doing, without those that are zero."""
         return {stage: count for stage, count in self.scheduler.make_stats().num_kv_fetch_reqs_by_stage.items() if count}
@@ -269,6 +282,44 @@ class Side:
         self.scheduler.shutdown()
         for worker in self.workers:
             worker.shutdown()
+
+
+class AttentionLayer:
+    """What a connector may ask a layer of the model: its backend, and how the CPU's kernels place tokens."""
+
+    isa = "vec"
+
+    def get_attn_backend(self) -> type[CPUAttentionBackend]:
+        """The backend of all layers on the CPU."""
+        return CPUAttentionBackend
+
+
+class Group:
+    """Ranks that are made one after the other in this process, in place of vLLM's group of processes."""
+
+    def __init__(self) -> None:
+        self._said: list[Any] = []
+        self._heard = 0
+
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """What runs in it is this rank."""
+        real = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_tp_group
+        parallel_state.get_tensor_model_parallel_rank = lambda: rank
+        parallel_state.get_tp_group = lambda: self
+        self._heard = 0
+        try:
+            yield
+        finally:
+            parallel_state.get_tensor_model_parallel_rank, parallel_state.get_tp_group = real
+
+    def broadcast_object(self, said: Any, src: int = 0) -> Any:
+        """Rank 0, which comes first, is heard by the others."""
+        assert src == 0
+        if self._heard == len(self._said):
+            self._said.append(said)
+        self._heard += 1
+        return self._said[self._heard - 1]
 
 
 def step_until(sides: list[Side], condition: Callable[[], bool], what: str) -> None:

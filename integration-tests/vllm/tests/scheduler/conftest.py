@@ -49,10 +49,10 @@ class Duo:
         assert [side.used_blocks() for side in sides] == [0, 0]
 
     def until_loaded(self, name: str) -> None:
-        """Steps both until decode's worker reported the load; it is not scheduled in that step."""
-        request = self.decode.requests[name]
-        ready = self.decode.scheduler.finished_recving_kv_req_ids
-        self.until(lambda: name in ready or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS, f"{name} to be loaded")
+        """Steps both until decode's worker reported the load; the request is not scheduled in that step."""
+        request, ready = self.decode.requests[name], self.decode.scheduler.finished_recving_kv_req_ids
+        self.until(lambda: name in ready or request.is_finished(), f"{name} to be loaded")
+        assert not request.is_finished(), f"the load of {name} failed"
 
     def prefilled(self, name: str, tokens: list[int]) -> dict[str, Any]:
         """Prefill's leg first; returns what decode must be told."""

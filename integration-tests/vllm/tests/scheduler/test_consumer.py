@@ -68,10 +68,10 @@ def test_06_the_same_prompt_gets_no_hit_on_blocks_that_are_not_filled_yet(duo: D
     tokens = prompt(80)
     duo.ask("first", tokens)
     duo.decode.step()
-    twin = duo.ask("second", tokens)
+    duo.ask("second", tokens)
     duo.decode.step()
     assert not set(duo.decode.blocks("first")) & set(duo.decode.blocks("second"))
-    assert twin.prefill_stats.num_local_cached_tokens == 0
+    assert duo.decode.local_hit("second") == 0
     for name in ("first", "second"):
         duo.prefill_now(name, tokens)
     for name in ("first", "second"):
@@ -161,8 +161,7 @@ def test_11_what_decode_has_already_is_not_waited_for_and_prefill_hears_of_it(ma
     duo.hand_over("first", tokens)
     duo.until_free()
     duo.hand_over("second", tokens)
-    second = duo.decode.requests["second"]
-    assert second.prefill_stats.num_local_cached_tokens == 64
+    assert duo.decode.local_hit("second") == 64
     duo.until_free()
 
     # vLLM never takes a whole prompt from its own cache; were a connector asked so, it has nothing to add and waits for nothing.

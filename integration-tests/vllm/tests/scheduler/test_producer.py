@@ -17,7 +17,7 @@ def test_14_a_finished_prompt_keeps_its_blocks_until_they_are_sent(duo: Duo, how
     tokens = prompt(80)
     # What stands in for the model samples a token that the text decides.
     stop = [10 + sum(tokens[-8:]) % 2000] if how == "stop" else None
-    duo.prefill_now("r", tokens, count=1 if how == "length" else 5, stop=stop)
+    duo.prefill_now("r", tokens, stop=stop)
     duo.prefill.step()
     output = duo.prefill.finished("r")
     assert output.finish_reason == (FinishReason.LENGTH if how == "length" else FinishReason.STOP)
@@ -53,7 +53,7 @@ def test_16_blocks_that_prefill_had_in_its_cache_are_exported_like_those_it_comp
     duo.until(lambda: duo.prefill.finished("before") is not None, "the prefix to be computed")
     tokens = begun + prompt(20, seed=1)
     params = duo.prefilled("r", tokens)
-    assert duo.prefill.requests["r"].prefill_stats.num_local_cached_tokens == 64
+    assert duo.prefill.local_hit("r") == 64
     request = duo.decode.add("r", tokens, 4, params)
     duo.until_loaded("r")
     assert request.num_computed_tokens == 84
@@ -82,13 +82,13 @@ def test_17b_an_abort_before_the_end_frees_and_returns_no_params(make_duo: Maker
     duo.prefill.step()
     assert duo.prefill.used_blocks() > 0
     duo.prefill.abort("r")
-    assert duo.prefill.finished("r") is None
     duo.until_free()
+    assert duo.prefill.finished("r") is None
     assert all(output.kv_transfer_params is None for output in duo.prefill.outputs["r"])
 
 
 def test_18_blocks_that_nobody_fetches_come_back_and_a_late_consumer_is_refused(make_duo: Maker) -> None:
-    duo = make_duo(prefill_config={"lease_ttl_ms": 300})
+    duo = make_duo(prefill_config={"lease_ttl_ms": 300}, decode_config={"transfer_deadline_ms": 3000})
     tokens = prompt(80)
     params = duo.prefilled("r", tokens)
     duo.until_free()
