@@ -10,7 +10,9 @@ use kvferry::config::ConnectorConfig;
 use kvferry::contract::{Scheduler, Worker};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{RawWindow, Shard, WindowShape};
-use kvferry_protocol::message::{Grant, Message, Missing, OpaqueKey, Renew, WindowBytes, Wrote};
+use kvferry_protocol::message::{
+    Ended, Grant, HashBytes, Message, Missing, OpaqueKey, Renew, Spare, Verdict, WindowBytes, Working, Wrote,
+};
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{EngineId, Generation, Incarnation, PeerId, PpRank, TpRank, TransferId, codec};
@@ -32,6 +34,9 @@ impl Slab for Bytes {
         &self.0
     }
 }
+
+/// What a session between two endpoints of this release speaks.
+const VERSION: u16 = *codec::VERSIONS.end();
 
 /// What the connector puts into a Grant for each window.
 type Windows = Vec<(GrantKey, Rect, WindowShape)>;
@@ -72,14 +77,19 @@ impl Liar {
     fn wait_grant(&mut self) -> (PeerId, Grant, Windows) {
         self.wait(|event| {
             let Event::Message { peer, message } = event else { return None };
-            let Ok(Message::Grant(grant)) = codec::decode(message) else { return None };
+            let Ok(Message::Grant(grant)) = codec::decode(VERSION, message) else { return None };
             let windows = codec::decode_value("windows", grant.window.as_slice()).unwrap();
             Some((peer.clone(), grant, windows))
         })
     }
 
+    /// Says a word, in whatever version.
+    fn say(&self, peer: &PeerId, version: u16, message: &Message) {
+        self.transport.send(peer, codec::encode(version, message).unwrap().into()).unwrap();
+    }
+
     fn write(&self, peer: &PeerId, key: GrantKey, wrote: &Wrote, extents: Vec<Extent>, bytes: Vec<u8>) {
-        let notification = codec::encode_wrote(1, wrote).unwrap().into();
+        let notification = codec::encode_wrote(VERSION, wrote).unwrap().into();
         let source = Source::Packed(Arc::new(Bytes(bytes)));
         self.transport
             .post(peer, Write { grant: key, sequence: wrote.sequence, extents, source, notification })
@@ -191,7 +201,7 @@ fn grants_without_end_take_no_memory() {
     })
     .unwrap();
     let windows: Windows = vec![(GrantKey(1), rect, shape); 1500];
-    let window = WindowBytes::new(codec::encode_value("windows", &windows).unwrap()).unwrap();
+    let window = WindowBytes::new(codec::encode_value("windows", VERSION, &windows).unwrap()).unwrap();
     let before = resident_bytes();
     for generation in 0..GRANTS {
         let grant = Grant {
@@ -202,20 +212,77 @@ fn grants_without_end_take_no_memory() {
             window: window.clone(),
             missing: Missing::new(vec![rect]).unwrap(),
         };
-        let message: bytes::Bytes = codec::encode(1, &Message::Grant(grant)).unwrap().into();
+        let message: bytes::Bytes = codec::encode(VERSION, &Message::Grant(grant)).unwrap().into();
         while liar.transport.send(&peer("prefill"), message.clone()).is_err() {
             std::thread::yield_now();
         }
     }
     // The lease answers the last of them only when it has taken all before.
     let renew = Message::Renew(Renew { transfer: TransferId::new(1), ttl_ms: 10_000 });
-    liar.transport.send(&peer("prefill"), codec::encode(1, &renew).unwrap().into()).unwrap();
+    liar.transport.send(&peer("prefill"), codec::encode(VERSION, &renew).unwrap().into()).unwrap();
     liar.wait(|event| {
         let Event::Message { message, .. } = event else { return None };
-        matches!(codec::decode(message), Ok(Message::Working(_))).then_some(())
+        matches!(codec::decode(VERSION, message), Ok(Message::Working(_))).then_some(())
     });
     let grown = resident_bytes().saturating_sub(before);
     assert!(grown < 100 << 20, "{} MiB for one transfer", grown >> 20);
+}
+
+#[test]
+fn a_word_in_another_version_than_the_sessions_ends_the_session() {
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::decode());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    let prefill = Engine::new(&Setup::prefill(), &make);
+    liar.transport.connect(&prefill.address()).unwrap();
+    let version = liar.wait(|event| if let Event::Up { version, .. } = event { Some(*version) } else { None });
+    assert_eq!(version, VERSION);
+    let word = Message::Working(Working { transfer: TransferId::new(1) });
+    // As agreed on; then as the release before would write it.
+    liar.say(&peer("prefill"), VERSION, &word);
+    liar.say(&peer("prefill"), VERSION - 1, &word);
+    let reason =
+        liar.wait(|event| if let Event::Down { reason, .. } = event { Some(reason.to_string()) } else { None });
+    assert!(reason.contains("version 1 is spoken in a session of version 2"), "{reason}");
+}
+
+#[test]
+fn an_offer_about_somebody_elses_transfer_disturbs_nobody() {
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup { name: "liar", ..Setup::decode() });
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    // Without the receiver's word the lease would be held for a minute.
+    let extra = "transfer_deadline_ms = 60000\nverdict_timeout_ms = 60000";
+    let mut prefill = Engine::new(&Setup { extra, ..Setup::prefill() }, &make);
+    let mut decode = Engine::new(&Setup { extra, ..Setup::decode() }, &make);
+    liar.transport.connect(&prefill.address()).unwrap();
+    liar.wait(|event| matches!(event, Event::Up { .. }).then_some(()));
+    let source = keep("p", 1, 8, Some(peer("decode")));
+    let blocks = prefill.blocks(0, 8);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &blocks, 0..8);
+    let hashes = HashBytes::new(vec![7; HashBytes::EACH]).unwrap();
+    let transfer = TransferId::new(1);
+    for first_token in [0, u32::MAX - 3] {
+        let spare = Spare { transfer, first_token, tokens_per_block: 4, hashes: hashes.clone() };
+        liar.say(&peer("prefill"), VERSION, &Message::Spare(spare));
+        // It is refused; the word that would follow such a refusal is the liar's, and no one else's.
+        liar.wait(|event| {
+            let Event::Message { message, .. } = event else { return None };
+            let refused = Message::Ended(Ended { transfer, verdict: Verdict::Cancelled });
+            (codec::decode(VERSION, message) == Ok(refused)).then_some(())
+        });
+    }
+    let wanted = fetch("d", 1, 8, prefill.address());
+    let target = decode.blocks(0, 8);
+    start_load(&mut decode, &wanted, &target, 0);
+    decode.idle_until("the load", |applied| !applied.loaded.is_empty());
+    let metrics = Arc::clone(&prefill.metrics);
+    prefill.idle_until("the receiver's word", |_| metrics.snapshot().transfers_done_total.total() == 1);
 }
 
 /// An engine's only worker, in its first start.

@@ -14,8 +14,12 @@ use kvferry::tier::{HostTier, Tier, TierError};
 use kvferry_kernels::{HostKvCache, Slot, store_kv};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::KvLayout;
-use kvferry_protocol::{BlockId, LayerId};
-use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_protocol::{BlockId, LayerId, codec};
+use kvferry_transport::testing::{Flow, Proxy, ProxyPlan, Towards};
+use kvferry_transport::{
+    FaultPlan, LoopbackConfig, LoopbackNetwork, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport,
+};
 
 fn loopback() -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
     let network = LoopbackNetwork::new();
@@ -314,6 +318,35 @@ fn stuck(fetches: bool) -> (Gate, impl Fn(&KvLayout) -> Option<Arc<dyn Tier>>) {
 }
 
 #[test]
+fn blocks_are_kept_while_the_link_holds_every_slab() {
+    let extra = "layer_group = 1\nchunk_bytes = 4096\nslab_pool_bytes = 8192";
+    let make = |config: &kvferry::config::ConnectorConfig, greeting| kvferry::open_transport(config, greeting).unwrap();
+    let psk = Some("0123456789abcdef0123456789abcdef");
+    let mut prefill = Engine::with_tier(&Setup { extra, psk, ..Setup::prefill() }, &make, host(16));
+    let mut decode = Engine::new(&Setup { psk, ..Setup::decode() }, &make);
+    let PeerAddress::Tcp(address) = prefill.address() else { panic!("TCP") };
+    let proxy = Proxy::new(address, ProxyPlan::default());
+    let wanted = fetch("d", 1, 33, PeerAddress::Tcp(proxy.address()));
+    let target = decode.blocks(0, 33);
+    start_load(&mut decode, &wanted, &target, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    // No write is acknowledged: slabs do not come back, and most writes wait for one.
+    proxy.set_flow(Towards::Dialler, Flow::Hold);
+    let source = Request { hashes: hashes(4, 33), ..keep("p", 1, 33, Some(peer)) };
+    let blocks = prefill.blocks(0, 33);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    run(&mut prefill, &source, &blocks, 0);
+    let metrics = Arc::clone(&prefill.metrics);
+    prefill.idle_until("the tier", |_| metrics.tier_stored_blocks_total.get() == 8);
+    assert_eq!(metrics.slab_pool_used_bytes.get(), 8192, "the link has both slabs");
+    proxy.set_flow(Towards::Dialler, Flow::Pass);
+    decode.idle_until("the load", |applied| !applied.loaded.is_empty());
+    free(&mut prefill, &source, &blocks);
+    decode.finish(&wanted, &target, EngineFinish::Complete);
+    wait_until_free(&mut prefill, &mut decode);
+}
+
+#[test]
 fn a_tier_that_never_answers_delays_neither_transfer_nor_release_nor_shutdown() {
     let make = loopback();
     let (open, tier) = stuck(false);
@@ -492,6 +525,36 @@ fn an_answers_blocks_go_back_and_the_next_turn_finds_them() {
         let m = prefill.metrics.snapshot();
         assert_eq!((m.tier_blocks_filled, m.taken_blocks_total), (5, 3), "nothing is taken twice");
         assert_eq!(*m.returns_refused_total.get(ReturnRefusal::Present), 2);
+    }
+}
+
+/// Endpoints of a release whose newest protocol version this is.
+fn tcp(newest_version: u16) -> impl Fn(&kvferry::config::ConnectorConfig, bytes::Bytes) -> Arc<dyn Transport> {
+    move |config, greeting| {
+        let file = TcpConfigFile { newest_version, ..TcpConfigFile::default() };
+        let key = ClusterKey::new(&[7; 32]).unwrap();
+        Arc::new(Tcp::bind(TcpConfig::try_from(file).unwrap(), key, config.peer().clone(), greeting).unwrap())
+    }
+}
+
+#[test]
+fn an_old_and_a_new_release_hand_over_in_the_version_of_the_old() {
+    let (old, new) = (*codec::VERSIONS.start(), *codec::VERSIONS.end());
+    assert!(old < new, "there is no older version to speak");
+    for order in ["decode-first", "prefill-first"] {
+        for (from, to, taken) in [(old, new, 0), (new, old, 0), (old, old, 0), (new, new, 3)] {
+            let name = format!("{order}: prefill speaks {from}, decode {to}");
+            let prefill = Setup { order, ..Setup::prefill() };
+            let mut prefill = Engine::with_tier(&prefill, &tcp(from), host(16));
+            let mut decode = Engine::new(&Setup { order, ..RETURNS }, &tcp(to));
+            answer(&mut prefill, &mut decode, 1);
+            let (p, d) = (prefill.metrics.snapshot(), decode.metrics.snapshot());
+            assert_eq!((p.sessions_lost_total, d.sessions_lost_total), (0, 0), "{name}: a word was not understood");
+            assert_eq!(d.loaded_tokens_total, 10, "{name}");
+            // The old version has no message for what goes back: nothing is offered, and nobody waits.
+            assert_eq!((d.returned_blocks_total, p.taken_blocks_total), (taken, taken), "{name}");
+            assert_eq!(p.returns_refused_total.total(), 0, "{name}");
+        }
     }
 }
 

@@ -191,6 +191,8 @@ pub enum Event {
         session: u64,
         /// Which address was dialled, if this side dialled.
         address: Option<PeerAddress>,
+        /// The protocol version of the session: what both sides say in it, messages and notifications too, is written in that.
+        version: u16,
         /// What the peer said of itself when it proved who it is (an application's bytes).
         greeting: Bytes,
     },

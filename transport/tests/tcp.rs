@@ -155,7 +155,28 @@ fn a_peer_of_another_version_learns_both_ranges() {
     let mut stream = stream_to(address(&b));
     let theirs = VersionRange { min: 8, max: 9 };
     let error = shake(&mut stream, dialler(Introduction::Peer(identity("new")), theirs)).unwrap().unwrap_err();
-    assert_eq!(error, HandshakeError::Version { our_min: 8, our_max: 9, their_min: 1, their_max: 1 });
+    assert_eq!(
+        error,
+        HandshakeError::Version { our_min: 8, our_max: 9, their_min: VERSIONS.min, their_max: VERSIONS.max }
+    );
+}
+
+#[test]
+fn an_old_and_a_new_endpoint_speak_the_old_version_and_two_new_ones_the_new() {
+    let (old, new) = (VERSIONS.min, VERSIONS.max);
+    assert!(old < new, "there is no older version to speak");
+    for (a, b, want) in [(old, new, old), (new, old, old), (new, new, new), (old, old, old)] {
+        let file = |newest_version| TcpConfigFile { newest_version, ..config() };
+        let (mut a, mut b) = (node("a", file(a), 64), node("b", file(b), 64));
+        a.transport.connect(&PeerAddress::Tcp(address(&b))).unwrap();
+        for (node, other) in [(&mut a, peer("b", 1)), (&mut b, peer("a", 1))] {
+            let Event::Up { version, .. } = node.wait_up(&other) else { unreachable!("wait_up gives Up") };
+            assert_eq!(version, want);
+        }
+        let grant = b.grant(&peer("a", 1), 0, 64);
+        let post = a.post(&peer("b", 1), grant, 0, 0, 0, 64);
+        a.wait_posted(post).expect("frames of the session's version");
+    }
 }
 
 #[test]

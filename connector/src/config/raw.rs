@@ -211,6 +211,34 @@ impl RawConfig {
     }
 }
 
+impl RawConfig {
+    /// Sets one key as a program was told it, from the text that it would have in the environment; `origin` is what an error calls
+    /// the place. Wins over what was set before.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`] for a name that is no key, or a text that its key cannot have.
+    pub fn set_from(&mut self, origin: &str, name: &str, text: &str) -> Result<(), ConfigError> {
+        let place = format!("{origin}: {name}");
+        let Some(key) = KEYS.iter().find(|key| key.name == name) else {
+            // The text is not shown: somebody may have written a secret there.
+            let fix = match name {
+                "psk" => "a secret does not belong here: name a file with psk_file, or set KVFERRY_PSK".to_owned(),
+                _ => format!(
+                    "no such key; the keys are {}",
+                    KEYS.iter().map(|key| key.name).collect::<Vec<_>>().join(", ")
+                ),
+            };
+            return Err(ConfigError::Value { key: place, found: "(not shown)".to_owned(), fix });
+        };
+        self.set(key.name, text).map_err(|fix| {
+            let (key, found, fix) = (place.clone(), format!("{text:?}"), fix.to_owned());
+            ConfigError::Value { key, found, fix }
+        })?;
+        self.came_from(key.name, place);
+        Ok(())
+    }
+}
+
 /// The parser's message without the names of Rust's types.
 fn in_words(message: &str) -> String {
     let words = [

@@ -280,3 +280,24 @@ fn the_table_of_keys_has_a_row_for_each() {
     assert_eq!(table().lines().count(), KEYS.len() + 2);
     assert!(table().contains("| `lanes` | 2 on one host, 4 to others | Data connections to each peer, 1 to 64. |"));
 }
+
+#[test]
+fn a_program_sets_keys_by_name_and_an_error_says_where() {
+    let mut raw = RawConfig::from_toml(BASE).unwrap();
+    raw.psk = Some(PreSharedKey::new(SECRET.as_bytes(), "test").unwrap());
+    raw.set_from("options", "lease_ttl_ms", "2000").unwrap();
+    raw.set_from("options", "peers", "10.0.0.1:1,10.0.0.2:2").unwrap();
+    let config = ConnectorConfig::try_from((raw.clone(), Incarnation::new(7))).unwrap();
+    assert_eq!((config.deadlines().lease_ttl.as_secs(), config.network().peers.len()), (2, 2));
+    for (name, text, want) in [
+        ("lease_ttl_ms", "soon", "options: lease_ttl_ms = \"soon\": write a whole number"),
+        ("psk", SECRET, "name a file with psk_file"),
+        ("lease_ttl", "1", "the keys are engine_id, role"),
+    ] {
+        let error = told(&raw.set_from("options", name, text).unwrap_err());
+        assert!(error.contains(want) && !error.contains(SECRET), "{error}");
+    }
+    raw.set_from("options", "lanes", "65").unwrap();
+    let error = told(&ConnectorConfig::try_from((raw, Incarnation::new(7))).unwrap_err());
+    assert!(error.contains("options: lanes = 65"), "{error}");
+}

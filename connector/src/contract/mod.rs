@@ -55,6 +55,19 @@ pub trait Scheduler: Send {
         external_tokens: u32,
     ) -> Result<(), ConnectorError>;
 
+    /// Requests lost their blocks and wait again; called before [`Scheduler::build_step`] of the step that may give the blocks to
+    /// others. What was kept of them is over; when one is admitted again under another transfer, it is kept anew. Engine
+    /// counterpart: the step's preempted request ids.
+    fn preempted(&mut self, requests: &[RequestId]) {
+        let _ = requests;
+    }
+
+    /// A request ended before it was ever given blocks, so [`Scheduler::finished`] does not know it: whoever waits for its transfer,
+    /// or keeps blocks for it, must hear. Engine counterpart: `request_finished` of a request that was aborted in the queue.
+    fn unadmitted(&mut self, request: &Request) {
+        let _ = request;
+    }
+
     /// More of an admitted request's blocks have a hash, because its text grew: those of the complete blocks after the ones that
     /// are known already. An engine that does not call it has only its prompts kept. Engine counterpart: the request's
     /// `block_hashes`.
@@ -80,12 +93,18 @@ pub trait Scheduler: Send {
 
 /// The half that lives in each worker, beside the model. All calls come from the worker's one model thread.
 pub trait Worker: Send {
-    /// Takes the step's work and starts its loads; returns at once. Engine counterpart: `bind_connector_metadata` and
-    /// `start_load_kv`.
+    /// Takes the step's work and starts its loads; returns at once. Engine counterpart: `bind_connector_metadata`.
     ///
     /// # Errors
     /// [`ConnectorError::Request`] for work that does not fit this worker's cache: the rest of the step goes on.
     fn begin_step(&mut self, meta: StepMeta) -> Result<(), ConnectorError>;
+
+    /// Starts loads in the middle of a step, for an engine that wants them after its forward was launched: it takes them out of the
+    /// metadata that it begins the step with. Engine counterpart: `start_load_kv`, since vLLM 0.29.
+    ///
+    /// # Errors
+    /// [`ConnectorError::Ended`]; the loads are then reported as failed.
+    fn begin_loads(&mut self, loads: Vec<Load>) -> Result<(), ConnectorError>;
 
     /// Waits until the layer's pages of every request that this step reads while it loads are verified, or their load failed.
     /// Returns the requests whose load failed: their output of this step is void. Engine counterpart: `wait_for_layer_load`.

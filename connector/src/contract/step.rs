@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use kvferry_protocol::codec::{self, CodecError};
 use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
 use kvferry_transport::PeerAddress;
 use serde::{Deserialize, Serialize};
@@ -44,6 +45,9 @@ pub struct StepMeta {
     pub settled: Vec<RequestId>,
     /// Blocks to keep and to bring.
     pub tier: TierMeta,
+    /// Requests that lost their blocks since the last step: the engine calls [`Worker::preempted`](super::Worker::preempted) with
+    /// them before anything of this step is written to the cache.
+    pub preempted: Vec<RequestId>,
 }
 
 /// A transfer to end.
@@ -180,7 +184,23 @@ pub struct BadStep {
 
 impl StepMeta {
     /// Version of both values; scheduler and workers must agree.
-    pub const VERSION: u16 = 2;
+    pub const VERSION: u16 = 3;
+
+    /// The bytes in which it goes to the workers, where they are other processes.
+    ///
+    /// # Errors
+    /// [`CodecError::TooLong`] over [`codec::MAX_LOCAL_BYTES`].
+    pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
+        codec::encode_local("step metadata", self)
+    }
+
+    /// Reads the bytes of [`StepMeta::to_bytes`]. Whoever takes the step compares its version.
+    ///
+    /// # Errors
+    /// [`CodecError`] for bytes that are no step's.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
+        codec::decode_local("step metadata", bytes)
+    }
 
     /// Whether there is nothing to do; what is settled can wait for a later step.
     #[must_use]
@@ -189,14 +209,15 @@ impl StepMeta {
             && self.saves.is_empty()
             && self.reading.is_empty()
             && self.cancels.is_empty()
+            && self.preempted.is_empty()
             && self.tier == TierMeta::default()
     }
 }
 
 impl Default for StepMeta {
     fn default() -> Self {
-        let (loads, saves, reading, cancels, settled, tier) = Default::default();
-        Self { version: Self::VERSION, loads, saves, reading, cancels, settled, tier }
+        let (loads, saves, reading, cancels, settled, tier, preempted) = Default::default();
+        Self { version: Self::VERSION, loads, saves, reading, cancels, settled, tier, preempted }
     }
 }
 
@@ -206,5 +227,31 @@ impl StepResults {
     pub fn empty(tp_rank: TpRank) -> Self {
         let (started, loaded, failed, sent, tier) = Default::default();
         Self { version: StepMeta::VERSION, tp_rank, started, loaded, failed, sent, tier }
+    }
+
+    /// Whether nothing happened.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.started.is_empty()
+            && self.loaded.is_empty()
+            && self.failed.is_empty()
+            && self.sent.is_empty()
+            && self.tier == TierResults::default()
+    }
+
+    /// The bytes in which it goes to the scheduler half, where that is another process.
+    ///
+    /// # Errors
+    /// [`CodecError::TooLong`] over [`codec::MAX_LOCAL_BYTES`].
+    pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
+        codec::encode_local("step results", self)
+    }
+
+    /// Reads the bytes of [`StepResults::to_bytes`].
+    ///
+    /// # Errors
+    /// [`CodecError`] for bytes that are no results.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
+        codec::decode_local("step results", bytes)
     }
 }

@@ -6,4 +6,6 @@ mod worker;
 
 pub use caches::KvCache;
 pub use scheduler::{PdScheduler, SchedulerOptions};
+#[cfg(feature = "testing")]
+pub use worker::decoders;
 pub use worker::{PdHandle, PdWorker, PdWorkerParts, Refusal, greeting};

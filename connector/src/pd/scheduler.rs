@@ -7,20 +7,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use kvferry_protocol::{BlockId, PeerId, TpRank, TransferId};
+use kvferry_protocol::{BlockId, TpRank, TransferId};
 
 use crate::contract::{
-    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Readers, Request, RequestId, Save, ScheduledStep,
-    Scheduler, Side, StepMeta, StepResults, TierResults, TransferParams,
+    Applied, Cancel, EngineFinish, Hold, Load, LoadFailure, Match, Request, RequestId, ScheduledStep, Scheduler, Side,
+    StepMeta, StepResults, TierResults, TransferParams,
 };
 use crate::error::ConnectorError;
 use crate::metrics::Metrics;
 use crate::pool::BlockHash;
 use crate::tier::TierIndex;
 
+mod keep;
 mod returning;
 mod tier;
 
+use keep::KeepState;
 use returning::Returning;
 use tier::{RestoreEnd, TierHalf};
 
@@ -39,10 +41,14 @@ pub struct SchedulerOptions {
 #[derive(Debug)]
 pub struct PdScheduler {
     options: SchedulerOptions,
+    /// What is loaded and kept is a multiple of so many tokens.
+    granule: u32,
     loads: BTreeMap<RequestId, LoadState>,
     keeps: BTreeMap<RequestId, KeepState>,
     /// Requests whose one load is behind them, until the engine finishes them.
     fetched: BTreeSet<RequestId>,
+    /// The same for keeps.
+    kept: BTreeSet<RequestId>,
     /// Requests that the engine has finished and whose blocks it left here.
     held: BTreeSet<RequestId>,
     tier: Option<TierHalf>,
@@ -61,33 +67,31 @@ struct LoadState {
     aborted: bool,
 }
 
-#[derive(Debug)]
-struct KeepState {
-    transfer: TransferId,
-    to: Option<PeerId>,
-    readers: u16,
-    prompt_tokens: u32,
-    computed: u32,
-    ended: BTreeSet<TpRank>,
-    /// The engine has finished the request and left its blocks here.
-    held: bool,
-}
-
 impl PdScheduler {
     /// An idle scheduler half.
     #[must_use]
     pub fn new(options: SchedulerOptions) -> Self {
         Self {
             options,
+            granule: 1,
             loads: BTreeMap::new(),
             keeps: BTreeMap::new(),
             fetched: BTreeSet::new(),
+            kept: BTreeSet::new(),
             held: BTreeSet::new(),
             tier: None,
             returning: None,
             next: StepMeta::default(),
             unknown_results: 0,
         }
+    }
+
+    /// Carries whole blocks only, the last one with what follows the prompt in it: for an engine whose kernels pack a block's tokens
+    /// in an order of their own. Both sides must pack alike, which is for their manifests to say.
+    #[must_use]
+    pub const fn with_whole_blocks(mut self) -> Self {
+        self.granule = self.options.tokens_per_block.get();
+        self
     }
 
     /// Puts a tier beside it: blocks of requests with hashes are kept there, and brought from there. The workers must have one of
@@ -112,6 +116,11 @@ impl PdScheduler {
     #[must_use]
     pub const fn unknown_results(&self) -> u64 {
         self.unknown_results
+    }
+
+    /// Requests that are kept and not computed to their end: of these [`Scheduler::build_step`] must hear.
+    pub fn unsaved(&self) -> impl Iterator<Item = &RequestId> {
+        self.keeps.iter().filter(|(_, keep)| keep.is_open()).map(|(id, _)| id)
     }
 
     fn start_load(
@@ -165,7 +174,7 @@ impl PdScheduler {
             from: from.clone(),
             ask: ask.clone(),
             blocks: blocks[first_block.min(needed)..needed].to_vec(),
-            tokens: local_tokens..end,
+            tokens: local_tokens..if external_tokens == 0 { end } else { end.next_multiple_of(self.granule) },
             layerwise: self.options.layerwise,
         });
         Ok(())
@@ -297,11 +306,11 @@ impl PdScheduler {
             self.unknown_results += 1;
             return;
         };
-        if !keep.ended.insert(rank) {
+        if !keep.report(rank) {
             self.unknown_results += 1;
             return;
         }
-        if keep.ended.len() < reporters {
+        if !keep.is_over(reporters) || keep.may_begin_again() {
             return;
         }
         let keep = self.keeps.remove(&id).expect("looked up above");
@@ -345,17 +354,47 @@ impl Scheduler for PdScheduler {
             Some(TransferParams::Fetch { .. }) => self.start_load(request, blocks, local_tokens, external_tokens),
             Some(TransferParams::Keep { transfer, to, readers }) => {
                 self.start_restore(request, blocks, local_tokens, external_tokens)?;
-                self.keeps.entry(request.id.clone()).or_insert_with(|| KeepState {
-                    transfer: *transfer,
-                    to: to.clone(),
-                    readers: *readers,
-                    prompt_tokens: request.prompt_tokens,
-                    computed: 0,
-                    ended: BTreeSet::new(),
-                    held: false,
-                });
+                if let Some(keep) = self.keeps.get_mut(&request.id) {
+                    keep.readmitted(*transfer, to.as_ref());
+                } else if self.kept.insert(request.id.clone()) {
+                    let keep = KeepState::new(*transfer, to.clone(), *readers, request.prompt_tokens);
+                    self.keeps.insert(request.id.clone(), keep);
+                }
                 Ok(())
             }
+        }
+    }
+
+    fn preempted(&mut self, requests: &[RequestId]) {
+        for id in requests {
+            let keeps = self.keeps.get_mut(id).is_some_and(KeepState::preempt);
+            let others = self.loads.contains_key(id)
+                || self.tier.as_ref().is_some_and(|tier| tier.uses(id))
+                || self.returning.as_ref().is_some_and(|returning| returning.uses(id));
+            if keeps || others {
+                self.next.preempted.push(id.clone());
+            }
+        }
+    }
+
+    fn unadmitted(&mut self, request: &Request) {
+        let (id, one) = (&request.id, BTreeSet::new());
+        match &request.params {
+            Some(TransferParams::Fetch { transfer, from, ask }) if !self.fetched.contains(id) => {
+                let (transfer, started, ended) = (*transfer, one.clone(), one);
+                let load = LoadState { transfer, started, ended, failure: None, surfaced: true, aborted: true };
+                self.loads.insert(id.clone(), load);
+                let (request, from, ask) = (id.clone(), from.clone(), ask.clone());
+                let nothing = Load { request, transfer, from, ask, blocks: vec![], tokens: 0..0, layerwise: false };
+                self.next.loads.push(nothing);
+            }
+            Some(TransferParams::Keep { transfer, to, readers }) if !self.kept.contains(id) => {
+                let mut keep = KeepState::new(*transfer, to.clone(), *readers, request.prompt_tokens);
+                self.next.cancels.extend(keep.finish(id, true));
+                keep.held = true;
+                self.keeps.insert(id.clone(), keep);
+            }
+            _ => {}
         }
     }
 
@@ -383,30 +422,15 @@ impl Scheduler for PdScheduler {
             if self.loads.contains_key(&request.id) {
                 meta.reading.push(request.id.clone());
             }
-            let Some(keep) = self.keeps.get_mut(&request.id) else { continue };
-            let computed = request.tokens.end.min(keep.prompt_tokens);
-            if computed <= keep.computed {
-                continue;
-            }
-            let first = keep.computed == 0;
-            keep.computed = computed;
-            meta.saves.push(Save {
-                request: request.id.clone(),
-                transfer: keep.transfer,
-                to: keep.to.clone(),
-                readers: keep.readers,
-                blocks: request.blocks.clone(),
-                computed,
-                prompt_tokens: keep.prompt_tokens,
-                ready: request.tokens.start.min(computed),
-                first,
-            });
+            let keep = self.keeps.get_mut(&request.id);
+            meta.saves.extend(keep.and_then(|keep| keep.save(request, self.granule)));
         }
         meta
     }
 
     fn finished(&mut self, request: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
         self.fetched.remove(request);
+        self.kept.remove(request);
         let mut transfer = None;
         if let Some(load) = self.loads.get_mut(request) {
             load.aborted = true;
@@ -415,16 +439,12 @@ impl Scheduler for PdScheduler {
             self.next.cancels.push(Cancel { request, transfer, side: Side::Load, waiting: None });
         }
         if let Some(keep) = self.keeps.get_mut(request) {
-            let incomplete = keep.computed < keep.prompt_tokens;
-            if how == EngineFinish::Aborted || incomplete {
-                let (request, transfer) = (request.clone(), keep.transfer);
-                // Once it has begun, the worker knows whom it is with, and whether it is over.
-                let readers = || Readers { to: keep.to.clone(), count: keep.readers };
-                let waiting = (keep.computed == 0).then(readers);
-                self.next.cancels.push(Cancel { request, transfer, side: Side::Keep, waiting });
-            }
+            self.next.cancels.extend(keep.finish(request, how == EngineFinish::Aborted));
             keep.held = true;
-            transfer = Some(keep.transfer);
+            transfer = Some(keep.transfer).filter(|_| !keep.is_preempted());
+            if keep.is_over(self.options.reporters.into()) {
+                self.keeps.remove(request);
+            }
         }
         if let Some(tier) = &mut self.tier {
             tier.finished(request);

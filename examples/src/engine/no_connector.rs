@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvferry::ConnectorError;
 use kvferry::contract::{
-    Applied, EngineFinish, Hold, Match, Ready, Request, RequestId, ScheduledStep, Scheduler, StepMeta, StepResults,
-    Worker,
+    Applied, EngineFinish, Hold, Load, Match, Ready, Request, RequestId, ScheduledStep, Scheduler, StepMeta,
+    StepResults, Worker,
 };
 use kvferry_protocol::{BlockId, LayerId, TpRank};
 
@@ -41,6 +41,10 @@ impl Scheduler for NoConnector {
 
 impl Worker for NoConnector {
     fn begin_step(&mut self, _: StepMeta) -> Result<(), ConnectorError> {
+        Ok(())
+    }
+
+    fn begin_loads(&mut self, _: Vec<Load>) -> Result<(), ConnectorError> {
         Ok(())
     }
 

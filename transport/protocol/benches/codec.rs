@@ -40,7 +40,7 @@ fn messages(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(bytes.len() as u64));
     let message = grant();
     group.bench_function("encode", |b| b.iter(|| codec::encode(1, black_box(&message))));
-    group.bench_function("decode", |b| b.iter(|| codec::decode(black_box(&bytes))));
+    group.bench_function("decode", |b| b.iter(|| codec::decode(1, black_box(&bytes))));
     group.finish();
 
     let bytes = codec::encode_wrote(1, &wrote()).expect("short");
@@ -48,7 +48,7 @@ fn messages(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(bytes.len() as u64));
     let notification = wrote();
     group.bench_function("encode", |b| b.iter(|| codec::encode_wrote(1, black_box(&notification))));
-    group.bench_function("decode", |b| b.iter(|| codec::decode_wrote(black_box(&bytes))));
+    group.bench_function("decode", |b| b.iter(|| codec::decode_wrote(1, black_box(&bytes))));
     group.finish();
 }
 

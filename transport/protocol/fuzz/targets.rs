@@ -12,16 +12,20 @@ use kvferry_protocol::{Digest, TransferId};
 
 /// What is read as a message is written and read again as the same message.
 pub(crate) fn message(bytes: &[u8]) {
-    let Ok(message) = codec::decode(bytes) else { return };
-    let again = codec::encode(1, &message).expect("a message that was read can be written");
-    assert_eq!(codec::decode(&again).expect("what was written can be read"), message);
+    for session in codec::VERSIONS {
+        let Ok(message) = codec::decode(session, bytes) else { continue };
+        let again = codec::encode(session, &message).expect("a message that was read can be written");
+        assert_eq!(codec::decode(session, &again).expect("what was written can be read"), message);
+    }
 }
 
 /// What is read as a notification is written and read again as the same notification.
 pub(crate) fn wrote(bytes: &[u8]) {
-    let Ok(wrote) = codec::decode_wrote(bytes) else { return };
-    let again = codec::encode_wrote(1, &wrote).expect("a notification that was read can be written");
-    assert_eq!(codec::decode_wrote(&again).expect("what was written can be read"), wrote);
+    for session in codec::VERSIONS {
+        let Ok(wrote) = codec::decode_wrote(session, bytes) else { continue };
+        let again = codec::encode_wrote(session, &wrote).expect("a notification that was read can be written");
+        assert_eq!(codec::decode_wrote(session, &again).expect("what was written can be read"), wrote);
+    }
 }
 
 /// Two machines take a peer's messages and notifications, whatever they are. Each is a byte that says which (0 is a message,
@@ -37,12 +41,14 @@ pub(crate) fn machines(bytes: &[u8]) {
         ms += 10;
         let now = Time::since_epoch(Duration::from_millis(ms));
         if kind == 0 {
-            if let Ok(message) = codec::decode(frame) {
+            if let Some(message) = codec::VERSIONS.into_iter().find_map(|session| codec::decode(session, frame).ok()) {
                 // A peer's message may well not fit: then it is an error, and nothing else.
                 let _taken = receiver.message(now, message.clone()).is_ok();
                 let _taken = sender.message(now, message).is_ok();
             }
-        } else if let Ok(wrote) = codec::decode_wrote(frame) {
+        } else if let Some(wrote) =
+            codec::VERSIONS.into_iter().find_map(|session| codec::decode_wrote(session, frame).ok())
+        {
             let _taken = receiver.landed(now, wrote).is_ok();
         }
         receiver.timeout(now);
@@ -104,7 +110,9 @@ fn answer_receiver(receiver: &mut Receiver, now: Time) {
             ReceiverOutput::Revoke { generation, .. } => {
                 receiver.fenced(now, generation).expect("a fence was asked for");
             }
-            ReceiverOutput::Send(message) => drop(codec::encode(1, &message).expect("what is sent can be written")),
+            ReceiverOutput::Send(message) => {
+                drop(codec::encode(*codec::VERSIONS.end(), &message).expect("what is sent can be written"))
+            }
             ReceiverOutput::Verified(_) | ReceiverOutput::Finished(_) => {}
         }
     }
@@ -116,7 +124,9 @@ fn answer_sender(sender: &mut Sender, now: Time) {
             SenderOutput::Post { generation, sequence, .. } => {
                 sender.posted(now, generation, sequence, PostOutcome::Taken).expect("the post is in flight");
             }
-            SenderOutput::Send(message) => drop(codec::encode(1, &message).expect("what is sent can be written")),
+            SenderOutput::Send(message) => {
+                drop(codec::encode(*codec::VERSIONS.end(), &message).expect("what is sent can be written"))
+            }
             SenderOutput::Adopt(_)
             | SenderOutput::CancelPosts { .. }
             | SenderOutput::ReleaseLease

@@ -1,4 +1,4 @@
-//! The bytes of every released version of every message; a change here breaks a running cluster.
+//! The bytes of every message in every version; a change here breaks a running cluster.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use kvferry_protocol::message::{
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{Digest, Generation, TransferId};
 
-const GOLDEN_V1: &str = include_str!("golden/v1.txt");
+const GOLDEN: [(u16, &str); 2] = [(1, include_str!("golden/v1.txt")), (2, include_str!("golden/v2.txt"))];
 
 fn id() -> TransferId {
     TransferId::new(0x0123_4567_89ab_cdef_0011_2233_4455_6677)
@@ -106,42 +106,80 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn golden() -> BTreeMap<&'static str, &'static str> {
-    GOLDEN_V1.lines().filter_map(|line| line.split_once(' ')).collect()
+fn golden(text: &str) -> BTreeMap<&str, &str> {
+    text.lines().filter_map(|line| line.split_once(' ')).collect()
+}
+
+/// The messages that a version has.
+fn messages_of(version: u16) -> Vec<(&'static str, Message)> {
+    messages().into_iter().filter(|(_, message)| message.since() <= version).collect()
 }
 
 #[test]
-fn version_1_has_the_bytes_that_it_had() {
-    let golden = golden();
-    let mut found: Vec<(&str, Vec<u8>)> =
-        messages().into_iter().map(|(name, message)| (name, codec::encode(1, &message).unwrap())).collect();
-    found.push(("wrote", codec::encode_wrote(1, &wrote()).unwrap()));
-    let changed: Vec<String> = found
-        .iter()
-        .filter(|(name, bytes)| golden.get(name).copied() != Some(hex(bytes).as_str()))
-        .map(|(name, bytes)| format!("{name} {}", hex(bytes)))
-        .collect();
-    assert!(changed.is_empty(), "these bytes differ from golden/v1.txt:\n{}", changed.join("\n"));
-    assert_eq!(golden.len(), found.len(), "golden/v1.txt has a line that no message is tested against");
+fn every_version_has_the_bytes_that_it_had() {
+    assert_eq!(GOLDEN.map(|(version, _)| version).to_vec(), codec::VERSIONS.collect::<Vec<_>>());
+    for (version, text) in GOLDEN {
+        let golden = golden(text);
+        let of_version = messages_of(version).into_iter();
+        let mut found: Vec<(&str, Vec<u8>)> =
+            of_version.map(|(name, message)| (name, codec::encode(version, &message).unwrap())).collect();
+        found.push(("wrote", codec::encode_wrote(version, &wrote()).unwrap()));
+        let changed: Vec<String> = found
+            .iter()
+            .filter(|(name, bytes)| golden.get(name).copied() != Some(hex(bytes).as_str()))
+            .map(|(name, bytes)| format!("{name} {}", hex(bytes)))
+            .collect();
+        assert!(changed.is_empty(), "these bytes differ from golden/v{version}.txt:\n{}", changed.join("\n"));
+        assert_eq!(golden.len(), found.len(), "golden/v{version}.txt has a line that no message is tested against");
+    }
 }
 
 #[test]
 fn every_message_is_read_as_it_was_written() {
-    for (name, message) in messages() {
-        assert_eq!(codec::decode(&codec::encode(1, &message).unwrap()), Ok(message), "{name}");
+    for version in codec::VERSIONS {
+        for (name, message) in messages_of(version) {
+            assert_eq!(codec::decode(version, &codec::encode(version, &message).unwrap()), Ok(message), "{name}");
+        }
+        let bytes = codec::encode_wrote(version, &wrote()).unwrap();
+        assert_eq!(codec::decode_wrote(version, &bytes), Ok(wrote()));
     }
-    assert_eq!(codec::decode_wrote(&codec::encode_wrote(1, &wrote()).unwrap()), Ok(wrote()));
+}
+
+#[test]
+fn what_is_said_in_another_version_than_the_sessions_is_refused() {
+    for (session, found) in [(1, 2), (2, 1)] {
+        for (name, message) in messages_of(found) {
+            let bytes = codec::encode(found, &message).unwrap();
+            let want = CodecError::OtherVersion { what: "message", found, session };
+            assert_eq!(codec::decode(session, &bytes), Err(want), "{name}");
+        }
+        let bytes = codec::encode_wrote(found, &wrote()).unwrap();
+        let want = CodecError::OtherVersion { what: "notification", found, session };
+        assert_eq!(codec::decode_wrote(session, &bytes), Err(want));
+    }
+}
+
+#[test]
+fn a_message_that_the_sessions_version_does_not_have_is_neither_written_nor_read() {
+    let spare = Message::Spare(spare());
+    let want = CodecError::NotInVersion { message: "Spare", since: 2, session: 1 };
+    assert_eq!(codec::check(1, &spare), Err(want.clone()));
+    assert_eq!(codec::encode(1, &spare), Err(want.clone()));
+    // As a peer would write it that does not keep to the session.
+    let mut bytes = codec::encode(2, &spare).unwrap();
+    bytes[..2].copy_from_slice(&1_u16.to_le_bytes());
+    assert_eq!(codec::decode(1, &bytes), Err(want));
 }
 
 #[test]
 fn a_message_cut_anywhere_or_with_bytes_behind_it_is_refused() {
     for (name, message) in messages() {
-        let mut bytes = codec::encode(1, &message).unwrap();
+        let mut bytes = codec::encode(2, &message).unwrap();
         for length in 0..bytes.len() {
-            assert!(codec::decode(&bytes[..length]).is_err(), "{name} cut at {length}");
+            assert!(codec::decode(2, &bytes[..length]).is_err(), "{name} cut at {length}");
         }
         bytes.push(0);
-        assert_eq!(codec::decode(&bytes), Err(CodecError::Trailing { what: "message", found: 1 }), "{name}");
+        assert_eq!(codec::decode(2, &bytes), Err(CodecError::Trailing { what: "message", found: 1 }), "{name}");
     }
 }
 
@@ -151,19 +189,19 @@ fn bytes_that_are_no_message_have_an_error_that_says_why() {
     for (name, bytes, want) in [
         ("nothing", vec![], "0 bytes hold no version"),
         ("half a version", vec![1], "1 bytes hold no version"),
-        ("version 0", vec![0, 0, 7], "version 0 is not among 1 to 1"),
-        ("a later version", vec![2, 0, 7], "version 2 is not among 1 to 1"),
+        ("version 0", vec![0, 0, 7], "version 0 is not among 1 to 2"),
+        ("a later version", vec![3, 0, 7], "version 3 is not among 1 to 2"),
         ("an unknown kind", claimed(200, &[]), "expected variant index 0 <= i < 11"),
         ("an engine message that claims 4 GiB", claimed(8, &[252, 0xff, 0xff, 0xff, 0xff]), "LimitExceeded"),
         ("too many bytes", vec![0; codec::MAX_MESSAGE_BYTES + 1], "over the limit of 1048576"),
         ("an empty rectangle", claimed(1, &[1, 5, 5, 0, 1]), "5..5 x layers 0..1 is empty"),
     ] {
-        let error = codec::decode(&bytes).unwrap_err().to_string();
+        let error = codec::decode(1, &bytes).unwrap_err().to_string();
         assert!(error.contains(want), "{name}: {error}");
     }
     let long = vec![1; codec::MAX_WROTE_BYTES + 1];
-    assert!(matches!(codec::decode_wrote(&long), Err(CodecError::TooLong { found: 65, limit: 64, .. })));
-    assert!(matches!(codec::encode(2, &messages()[1].1), Err(CodecError::Version { found: 2, .. })));
+    assert!(matches!(codec::decode_wrote(1, &long), Err(CodecError::TooLong { found: 65, limit: 64, .. })));
+    assert!(matches!(codec::encode(3, &messages()[1].1), Err(CodecError::Version { found: 3, .. })));
 }
 
 #[test]
@@ -178,7 +216,7 @@ fn a_field_over_its_own_limit_is_refused_where_it_is_read() {
         bytes.truncate(at);
         bytes.extend(marker);
         (0..count).for_each(|_| bytes.extend_from_slice(item));
-        let error = codec::decode(&bytes).unwrap_err().to_string();
+        let error = codec::decode(1, &bytes).unwrap_err().to_string();
         assert!(error.contains("over the limit") || error.contains("LimitExceeded"), "{name}: {error}");
     };
     let empty = Grant { window: WindowBytes::default(), missing: Missing::default(), ..grant() };
@@ -199,6 +237,6 @@ fn a_field_over_its_own_limit_is_refused_where_it_is_read() {
     bytes.truncate(length - 1);
     bytes.push(33);
     (0..33).for_each(|n: u8| bytes.extend_from_slice(&[1, b'A' + n, 0]));
-    let error = codec::decode(&bytes).unwrap_err().to_string();
+    let error = codec::decode(1, &bytes).unwrap_err().to_string();
     assert!(error.contains("33 options are over the limit of 32"), "{error}");
 }

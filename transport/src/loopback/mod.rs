@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bytes::Bytes;
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::MAX_PAYLOAD_BYTES;
+use kvferry_protocol::wire::{MAX_PAYLOAD_BYTES, VERSIONS};
 
 pub use endpoint::Loopback;
 pub use faults::{FaultPlan, FaultRates};
@@ -37,6 +37,8 @@ pub struct LoopbackConfig {
     pub max_peers: usize,
     /// Payload bytes of one frame; brought into 64 bytes to 4 MiB.
     pub frame_bytes: u64,
+    /// The newest protocol version to speak.
+    pub newest_version: u16,
 }
 
 impl Default for LoopbackConfig {
@@ -48,6 +50,7 @@ impl Default for LoopbackConfig {
             max_messages: 4096,
             max_peers: 64,
             frame_bytes: 256 << 10,
+            newest_version: VERSIONS.max,
         }
     }
 }

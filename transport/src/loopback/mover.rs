@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvferry_protocol::wire::{FrameHeader, Refusal};
+use kvferry_protocol::wire::{FrameHeader, Refusal, VERSIONS};
 
 use super::endpoint::{Shared, Target};
 use super::faults::{Dice, Faults};
@@ -119,6 +119,10 @@ fn dial(
     if theirs.is_stopping || theirs.ends.len() >= remote.config.max_peers || theirs.ends.contains_key(&shared.peer) {
         return Err(refused(io::ErrorKind::ConnectionRefused));
     }
+    let [near, far] = [shared, &remote].map(|end| VERSIONS.up_to(end.config.newest_version));
+    let Some(version) = near.newest_common(far) else {
+        return Err(refused(io::ErrorKind::Unsupported));
+    };
     let (near, far) = End::pair(shared, &remote, address);
     for (end, state) in [(&near, ours), (&far, theirs)] {
         end.local.core.grants.open_session(end.local_session);
@@ -129,6 +133,7 @@ fn dial(
             peer: end.remote.peer.clone(),
             session: end.local_session.0,
             address: end.address,
+            version,
             greeting: end.remote.greeting.clone(),
         });
     }

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES};
+use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES, VERSIONS, VersionRange};
 use serde::Deserialize;
 
 /// The keys of a configuration file's `[tcp]` table; every key has a default.
@@ -50,6 +50,8 @@ pub struct TcpConfigFile {
     pub max_queued_message_bytes: u32,
     /// What a link carries at most, each way, in 10^9 bits of payload a second; for showing slow networks on one machine.
     pub link_gbps: Option<f64>,
+    /// The newest protocol version to speak: write an older one while some engines of the cluster run an older release.
+    pub newest_version: u16,
 }
 
 impl Default for TcpConfigFile {
@@ -75,6 +77,7 @@ impl Default for TcpConfigFile {
             max_events: 1 << 16,
             max_queued_message_bytes: 16 << 20,
             link_gbps: None,
+            newest_version: VERSIONS.max,
         }
     }
 }
@@ -103,6 +106,7 @@ pub struct TcpConfig {
     pub(crate) max_events: usize,
     pub(crate) max_queued_message_bytes: usize,
     pub(crate) link_bytes_per_second: Option<f64>,
+    pub(crate) versions: VersionRange,
 }
 
 /// A value that cannot be.
@@ -149,6 +153,7 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
         within("max_posts", file.max_posts.into(), 1, 1 << 20)?;
         within("max_events", file.max_events.into(), 1, 1 << 24)?;
         within("max_queued_message_bytes", file.max_queued_message_bytes.into(), 1 << 10, 1 << 30)?;
+        within("newest_version", file.newest_version.into(), VERSIONS.min.into(), VERSIONS.max.into())?;
         if let Some(bytes) = file.socket_buffer_bytes {
             within("socket_buffer_bytes", bytes.into(), 4 << 10, 1 << 30)?;
         }
@@ -185,6 +190,7 @@ impl TcpConfig {
             max_events: file.max_events as usize,
             max_queued_message_bytes: file.max_queued_message_bytes as usize,
             link_bytes_per_second: file.link_gbps.map(|gbps| gbps * 1e9 / 8.0),
+            versions: VERSIONS.up_to(file.newest_version),
         }
     }
 }
@@ -210,6 +216,7 @@ mod tests {
             ("socket_buffer_bytes", TcpConfigFile { socket_buffer_bytes: Some(1), ..base() }),
             ("link_gbps", TcpConfigFile { link_gbps: Some(f64::NAN), ..base() }),
             ("link_gbps", TcpConfigFile { link_gbps: Some(0.0), ..base() }),
+            ("newest_version", TcpConfigFile { newest_version: VERSIONS.max + 1, ..base() }),
         ] {
             let error = TcpConfig::try_from(file).unwrap_err();
             assert_eq!(error.key, key);

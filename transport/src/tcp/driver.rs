@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{Dialler, Introduction, LaneSecret, Listener, PeerIdentity, VERSIONS};
+use kvferry_protocol::wire::{Dialler, Introduction, LaneSecret, Listener, PeerIdentity};
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::Control;
@@ -182,7 +182,8 @@ impl Driver<'_> {
                 continue; // dropped: not even told that we are busy
             }
             let deadline = Instant::now() + self.shared.config.handshake;
-            let listener = Listener::new(self.shared.key.clone(), VERSIONS, random(), deadline, unproved >= limit);
+            let (key, versions) = (self.shared.key.clone(), self.shared.config.versions);
+            let listener = Listener::new(key, versions, random(), deadline, unproved >= limit);
             self.handshaking.push(Handshaking::new(stream, Role::Accepted, address, Machine::Listener(listener)));
         }
     }
@@ -235,7 +236,7 @@ impl Driver<'_> {
             source: Arc::new(source),
         })?;
         let deadline = Instant::now() + config.handshake;
-        let dialler = Dialler::new(self.shared.key.clone(), VERSIONS, introduction, random(), deadline);
+        let dialler = Dialler::new(self.shared.key.clone(), config.versions, introduction, random(), deadline);
         self.handshaking.push(Handshaking::new(stream, role, address, Machine::Dialler(dialler)));
         Ok(())
     }
@@ -343,6 +344,7 @@ impl Driver<'_> {
             peer,
             session: key.0,
             address: pending.dialled.map(PeerAddress::Tcp),
+            version: pending.version,
             greeting: pending.identity.greeting.into(),
         });
         for socket in sockets {

@@ -16,7 +16,7 @@ use kvferry_transport::testing::{Node, PATIENCE, peer};
 use kvferry_transport::{PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
 
 pub(crate) const KEY: [u8; 32] = [7; 32];
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = VERSIONS.max;
 
 pub(crate) fn key() -> ClusterKey {
     ClusterKey::new(&KEY).unwrap()

@@ -237,3 +237,89 @@ fn a_local_request_leaves_no_trace() {
     assert_eq!(s.finished(&request.id, &blocks(3), EngineFinish::Complete), Hold::Free);
     assert!(!s.has_pending());
 }
+
+#[test]
+fn whole_blocks_travel_with_what_follows_the_prompt_in_the_last() {
+    let mut s = scheduler(1).with_whole_blocks();
+    s.allocated(&fetch("a", 40), &blocks(3), 16, 24).unwrap();
+    let load = s.build_step(&ScheduledStep::default()).loads.remove(0);
+    assert_eq!((load.tokens, load.blocks.len()), (16..48, 2));
+    s.allocated(&fetch("b", 32), &blocks(2), 32, 0).unwrap();
+    assert!(s.build_step(&ScheduledStep::default()).loads[0].tokens.is_empty(), "a full local hit loads nothing");
+
+    s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+    let saved = |s: &mut PdScheduler, tokens, n| {
+        let save = s.build_step(&step("p", tokens, n)).saves.remove(0);
+        (save.computed, save.prompt_tokens)
+    };
+    assert_eq!(saved(&mut s, 0..20, 2), (20, 48));
+    assert_eq!(saved(&mut s, 20..40, 3), (48, 48));
+    assert_eq!(s.unsaved().count(), 0);
+}
+
+#[test]
+fn a_preempted_keep_begins_anew_only_under_another_transfer() {
+    for (name, transfer, begins) in [("the router's id", 9, false), ("an id of our own", 10, true)] {
+        let mut s = scheduler(1);
+        let id = RequestId::new("p");
+        s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+        s.build_step(&step("p", 0..20, 2));
+        s.preempted(std::slice::from_ref(&id));
+        let meta = s.build_step(&ScheduledStep::default());
+        assert_eq!((meta.preempted.as_slice(), meta.cancels.len()), ([id.clone()].as_slice(), 0), "{name}");
+
+        let again = Request {
+            params: Some(TransferParams::Keep { transfer: TransferId::new(transfer), to: None, readers: 1 }),
+            ..keep("p", 40)
+        };
+        s.allocated(&again, &blocks(3), 0, 0).unwrap();
+        let save = s.build_step(&step("p", 0..40, 3)).saves.pop();
+        assert_eq!(save.map(|save| (save.transfer.get(), save.first)), begins.then_some((10, true)), "{name}");
+        let sent = || StepResults { sent: vec![id.clone()], ..results(0) };
+        assert_eq!(s.apply(vec![sent()]), Applied::default(), "{name}: the end of the first beginning");
+        let hold = s.finished(&id, &blocks(3), EngineFinish::Complete);
+        assert_eq!(matches!(hold, Hold::Until { .. }), begins, "{name}");
+        assert_eq!(s.apply(vec![sent()]).released.len(), usize::from(begins), "{name}");
+        assert_eq!((s.has_pending(), s.unknown_results()), (false, u64::from(!begins)), "{name}");
+    }
+}
+
+#[test]
+fn a_keep_that_is_preempted_before_anything_was_computed_owes_nothing() {
+    let mut s = scheduler(2);
+    let id = RequestId::new("p");
+    s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+    s.preempted(std::slice::from_ref(&id));
+    assert!(s.build_step(&ScheduledStep::default()).is_empty());
+    assert_eq!(s.finished(&id, &[], EngineFinish::Aborted), Hold::Free);
+    assert!(!s.has_pending());
+}
+
+#[test]
+fn who_waits_for_a_request_that_was_never_admitted_hears() {
+    let mut s = scheduler(1);
+    s.unadmitted(&fetch("a", 40));
+    s.unadmitted(&keep("p", 40));
+    let meta = s.build_step(&ScheduledStep::default());
+    assert_eq!((meta.loads[0].tokens.clone(), meta.loads[0].blocks.len()), (0..0, 0), "the peer may let go");
+    assert!(meta.cancels[0].waiting.is_some(), "the peer need not wait");
+    let (loaded, sent) = (vec![RequestId::new("a")], vec![RequestId::new("p")]);
+    let applied = s.apply(vec![StepResults { loaded, sent, ..results(0) }]);
+    assert_eq!((applied, s.has_pending(), s.unknown_results()), (Applied::default(), false, 0));
+}
+
+#[test]
+fn both_values_come_back_from_their_bytes() {
+    let mut s = scheduler(1);
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    s.allocated(&keep("p", 40), &blocks(3), 0, 0).unwrap();
+    s.build_step(&step("p", 0..20, 2));
+    s.preempted(&[RequestId::new("p")]);
+    let meta = s.build_step(&step("p", 0..20, 2));
+    assert_eq!(StepMeta::from_bytes(&meta.to_bytes().unwrap()).unwrap(), meta);
+    let reported = StepResults { failed: vec![failure("a", 16)], sent: vec![RequestId::new("p")], ..results(3) };
+    assert!(!reported.is_empty() && results(3).is_empty());
+    let bytes = reported.to_bytes().unwrap();
+    assert_eq!(StepResults::from_bytes(&bytes).unwrap(), reported);
+    assert!(StepResults::from_bytes(&bytes[..bytes.len() - 1]).is_err());
+}

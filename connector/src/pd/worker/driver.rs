@@ -219,9 +219,13 @@ impl Driver {
         }
     }
 
-    /// Sends a message; without a session it is lost, as the machines expect.
+    /// Sends a message in the version of the session; without a session it is lost, as the machines expect.
     pub(super) fn send(&self, peer: &PeerId, message: &Message) {
-        match codec::encode(*codec::VERSIONS.end(), message) {
+        let Some(version) = self.peers.version(peer) else {
+            tracing::debug!(%peer, message = message.name(), "message was not sent: there is no session");
+            return;
+        };
+        match codec::encode(version, message) {
             Ok(bytes) => {
                 if let Err(error) = self.transport.send(peer, bytes.into()) {
                     tracing::debug!(%peer, message = message.name(), %error, "message was not sent");

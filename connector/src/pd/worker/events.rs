@@ -14,7 +14,9 @@ use crate::trace::{Kind, Span};
 impl Driver {
     pub(super) fn event(&mut self, event: Event) {
         match event {
-            Event::Up { peer, session, address, greeting } => self.up(peer, session, address, &greeting),
+            Event::Up { peer, session, address, version, greeting } => {
+                self.up(peer, (session, version), address, &greeting)
+            }
             Event::Down { peer, address, reason } => self.down(peer.as_ref(), address, &reason),
             Event::Message { peer, message } => self.message(peer, &message),
             Event::Posted { post, outcome } => self.post_ended(post, outcome),
@@ -23,15 +25,18 @@ impl Driver {
         }
     }
 
-    fn up(&mut self, peer: PeerId, session: u64, address: Option<PeerAddress>, greeting: &Bytes) {
+    fn up(&mut self, peer: PeerId, (session, version): (u64, u16), address: Option<PeerAddress>, greeting: &Bytes) {
         let card = match self.card.check(&peer, greeting) {
             Ok(card) => card,
             Err(refusal) => return self.send_away(&peer, address, &refusal.to_string()),
         };
-        tracing::info!(%peer, session, "peer is up");
+        tracing::info!(%peer, session, version, "peer is up");
         self.bury_predecessors(&peer);
-        self.peers.up(peer.clone(), address, session, &card);
+        self.peers.up(peer.clone(), address, (session, version), &card);
         self.board.reached().extend(address);
+        for ended in address.map(|address| self.peers.take_farewells(address)).unwrap_or_default() {
+            self.send(&peer, &Message::Ended(ended));
+        }
         for (transfer, _) in self.transfers_where(|entry| entry.waits_for(&peer, address), |_| false) {
             self.attach(transfer, &peer, session);
         }
@@ -118,7 +123,12 @@ impl Driver {
     }
 
     fn message(&mut self, peer: PeerId, bytes: &Bytes) {
-        let message = match codec::decode(bytes) {
+        let Some(version) = self.peers.version(&peer) else {
+            // Sent away, or gone meanwhile: nobody here speaks with it.
+            self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
+            return;
+        };
+        let message = match codec::decode(version, bytes) {
             Ok(message) => message,
             Err(error) => {
                 self.board.metrics.messages_dropped_total.at(DropReason::Malformed).add(1);
@@ -130,7 +140,7 @@ impl Driver {
         let Some(transfer) = message.transfer() else { return self.session_message(peer, message) };
         let message = match message {
             Message::Spare(spare) => return self.spare(peer, spare),
-            message if self.is_refused(&message) => return,
+            message if self.is_refused(&peer, &message) => return,
             message => message,
         };
         // An id is believed only from the endpoint that the transfer is with.
@@ -161,7 +171,11 @@ impl Driver {
 
     fn landed(&mut self, peer: &PeerId, grant: GrantKey, bytes: u64, notification: &Bytes) {
         let began = self.board.tracer.start();
-        let wrote = match codec::decode_wrote(notification) {
+        let Some(version) = self.peers.version(peer) else {
+            self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
+            return;
+        };
+        let wrote = match codec::decode_wrote(version, notification) {
             Ok(wrote) => wrote,
             Err(error) => {
                 self.board.metrics.messages_dropped_total.at(DropReason::Malformed).add(1);

@@ -1,15 +1,15 @@
 //! One load: its pages, its parts, and its one end.
 //!
 //! A load is fed by every prefill rank that holds some of this worker's heads; each such part is a transfer of its own
-//! ([`Receiving`]). What the parts share is here: the pages and their guards, which layers are complete over all parts, and the
-//! end. A part that fails takes the others with it, and the end is reported once, when no part touches the pages any more.
+//! ([`Receiving`]). What the parts share is here: the pages and their guards. Which layers are complete over all parts, and how the
+//! parts' ends become the load's, is for [`Parts`] to say.
 
 use std::ops::Range;
 
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::layout::sources_of;
 use kvferry_protocol::message::{self, EngineBytes, Message, Verdict};
-use kvferry_protocol::transfer::{Coverage, Receiver, ReceiverConfig, Rect};
+use kvferry_protocol::transfer::{Coverage, Parts, PartsEnd, PartsStep, Receiver, ReceiverConfig, Rect};
 use kvferry_protocol::{BlockId, TpRank, TransferId};
 
 use super::driver::{Driver, Side};
@@ -17,7 +17,6 @@ use super::progress::Ended;
 use super::receiving::{PartFrom, Receiving};
 use crate::contract::{Load, LoadFailure, RequestId};
 use crate::metrics;
-use crate::pd::caches::Caches;
 
 /// One request's KV on its way into this worker's pages.
 #[derive(Debug)]
@@ -36,14 +35,8 @@ pub(super) struct Loading {
     started: bool,
     /// Write guards over the pages that are not verified yet.
     guards: Option<PageGuards>,
-    /// For each of this worker's layers: tokens x heads that are verified, over all parts.
-    verified: Vec<u64>,
-    /// Parts that may still touch the pages.
-    open: usize,
-    /// Tokens before this one are good in every part that ended.
-    good_until: u32,
-    /// Why the first part failed that did.
-    failure: Option<String>,
+    /// How far the parts are, and why the first failed that did.
+    progress: Parts<TransferId, String>,
 }
 
 impl Loading {
@@ -62,27 +55,7 @@ impl Loading {
 
     /// What to ask the prefill engine when its rank 0 comes up.
     pub(super) fn ask(&self) -> Option<Vec<u8>> {
-        let nothing_landed = self.verified.iter().all(|&cells| cells == 0);
-        (!self.ask.is_empty() && nothing_landed).then(|| self.ask.clone())
-    }
-
-    /// A rectangle of some heads is verified: counts it, and returns this worker's layers that are now complete.
-    fn verified(&mut self, caches: &Caches, heads: &Range<u16>, rect: Rect) -> Vec<u16> {
-        let first_layer = caches.shard().first_layer.get();
-        let wanted = self.tokens.len() as u64 * caches.heads().len() as u64;
-        let mut complete = Vec::new();
-        for layer in rect.layers() {
-            let local = layer - first_layer;
-            let done = &mut self.verified[usize::from(local)];
-            *done += rect.tokens().len() as u64 * heads.len() as u64;
-            if *done == wanted {
-                complete.push(local);
-                if let Some(guards) = &mut self.guards {
-                    guards.release_layers(local..local + 1);
-                }
-            }
-        }
-        complete
+        (!self.ask.is_empty() && !self.progress.has_begun()).then(|| self.ask.clone())
     }
 }
 
@@ -131,7 +104,9 @@ impl Driver {
 
     fn begin_load(&mut self, load: &Load, parts: &[PartFrom]) -> Result<(), String> {
         let began = self.now();
-        let known = |part: &PartFrom| self.receiving.contains_key(&part.transfer);
+        let known = |part: &PartFrom| {
+            self.receiving.contains_key(&part.transfer) || self.taking.entries.contains_key(&part.transfer)
+        };
         if self.loads.contains_key(&load.transfer) || parts.iter().any(known) {
             return Err(format!("transfer {} is being received already; draw a new id for each", load.transfer));
         }
@@ -151,7 +126,9 @@ impl Driver {
             ));
         }
         let wanted = Rect::new(load.tokens.clone(), layers.clone()).map_err(|error| error.to_string())?;
-        let guards = self.caches.guard_write(&load.blocks, layers.clone())?;
+        let progress = Parts::new(wanted, parts.iter().map(|part| (part.transfer, part.heads.len() as u16)));
+        let progress = progress.map_err(|error| error.to_string())?;
+        let guards = self.caches.guard_write(&load.blocks, layers)?;
         let mut entries = Vec::new();
         for part in parts {
             let config = self.receiver_config(part.transfer, wanted);
@@ -169,10 +146,7 @@ impl Driver {
             layerwise: load.layerwise,
             started: false,
             guards,
-            verified: vec![0; layers.len()],
-            open: parts.len(),
-            good_until: load.tokens.end,
-            failure: None,
+            progress,
         };
         self.loads.insert(load.transfer, loading);
         Ok(())
@@ -203,9 +177,10 @@ impl Driver {
     fn nothing_to_load(&mut self, load: &Load, parts: &[PartFrom]) {
         for part in parts {
             self.dial(part.address);
-            if let Some((peer, _)) = self.peers.at(part.address) {
-                let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
-                self.send(&peer, &Message::Ended(ended));
+            let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
+            match self.peers.at(part.address) {
+                Some((peer, _)) => self.send(&peer, &Message::Ended(ended)),
+                None => self.peers.farewell(part.address, ended),
             }
         }
         self.board.progress.ended(&load.request, Ended::Loaded);
@@ -215,7 +190,11 @@ impl Driver {
 
     /// Ends a load: every part of it that goes on.
     pub(super) fn cancel_load(&mut self, load: TransferId) {
-        let parts = self.loads.get(&load).map_or_else(Vec::new, |load| load.parts.clone());
+        let parts = self.loads.get(&load).map_or_else(Vec::new, |load| load.progress.open().copied().collect());
+        self.cancel_parts(parts);
+    }
+
+    fn cancel_parts(&mut self, parts: Vec<TransferId>) {
         for part in parts {
             if self.receiving.get(&part).is_some_and(Receiving::is_live) {
                 self.with_receiving(part, |entry, now| entry.machine.cancel(now));
@@ -223,10 +202,19 @@ impl Driver {
         }
     }
 
-    /// A rectangle of one part is verified.
-    pub(super) fn verified(&mut self, load: TransferId, heads: &Range<u16>, rect: Rect) {
+    /// A rectangle of one part, which carries some heads, is verified.
+    pub(super) fn verified(&mut self, load: TransferId, part: TransferId, heads: &Range<u16>, rect: Rect) {
         let Some(load) = self.loads.get_mut(&load) else { return };
-        let complete = load.verified(&self.caches, heads, rect);
+        let first_layer = self.caches.shard().first_layer.get();
+        let complete: Vec<u16> = match load.progress.verified(&part, rect) {
+            Ok(layers) => layers.into_iter().map(|layer| layer - first_layer).collect(),
+            Err(error) => return tracing::error!(transfer = %part, %error, "a part verified what is not its own"),
+        };
+        if let Some(guards) = &mut load.guards {
+            for &layer in &complete {
+                guards.release_layers(layer..layer + 1);
+            }
+        }
         let start = load.layerwise && !load.started && complete.contains(&0);
         load.started |= start;
         let metrics = &self.board.metrics;
@@ -244,35 +232,36 @@ impl Driver {
     /// A part ended, and nothing of it touches the pages any more; with a reason, it failed.
     pub(super) fn part_landed(&mut self, id: TransferId, part: TransferId, good_until: u32, reason: Option<String>) {
         let Some(load) = self.loads.get_mut(&id) else { return };
-        load.open -= 1;
-        load.good_until = load.good_until.min(good_until);
-        if let Some(reason) = reason
-            && load.failure.is_none()
-        {
-            let several = load.parts.len() > 1;
-            let rank = self.receiving.get(&part).filter(|_| several).map(|entry| entry.rank);
-            load.failure = Some(rank.map_or(reason.clone(), |rank| format!("prefill tp_rank {rank}: {reason}")));
-            self.cancel_load(id);
-        }
-        // The last of the parts that were just cancelled may have brought the end already.
-        if self.loads.get(&id).is_some_and(|load| load.open == 0)
-            && let Some(load) = self.loads.remove(&id)
-        {
-            self.finish_load(load);
+        let several = load.parts.len() > 1;
+        let rank = self.receiving.get(&part).filter(|_| several).map(|entry| entry.rank);
+        let named = |reason: String| match rank {
+            Some(rank) => format!("prefill tp_rank {rank}: {reason}"),
+            None => reason,
+        };
+        match load.progress.ended(&part, good_until, reason.map(named)) {
+            Ok(PartsStep::Wait) => {}
+            // The last of them may bring the load's end in the middle of this.
+            Ok(PartsStep::Cancel(siblings)) => self.cancel_parts(siblings),
+            Ok(PartsStep::Over(end)) => {
+                if let Some(load) = self.loads.remove(&id) {
+                    self.finish_load(load, end);
+                }
+            }
+            Err(error) => tracing::error!(transfer = %part, %error, "a part ended that had ended"),
         }
     }
 
-    fn finish_load(&self, load: Loading) {
+    fn finish_load(&self, load: Loading, end: PartsEnd<TransferId, String>) {
         drop(load.guards);
-        let (request, tokens) = (load.request, load.tokens);
-        let per_block = self.caches.tokens_per_block();
-        let missed = good_prefix(load.failure.is_some(), load.good_until, &tokens, per_block);
-        let (Some(good_tokens), Some(reason)) = (missed, load.failure) else {
+        let (request, tokens, per_block) = (load.request, load.tokens, self.caches.tokens_per_block());
+        let (Some(missing), Some((_, reason))) = (end.first_missing(), end.failure) else {
             self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
             self.board.progress.ended(&request, Ended::Loaded);
             self.board.results().loaded.push(request);
             return;
         };
+        // In whole blocks. The transfer may have begun behind a local prefix, which is good as it is.
+        let good_tokens = missing - missing % per_block;
         let good = (good_tokens.saturating_sub(tokens.start)).div_ceil(per_block) as usize;
         self.report_failure(&request, good_tokens, &load.blocks[..good.min(load.blocks.len())], reason);
     }
@@ -288,30 +277,5 @@ impl Driver {
     }
 }
 
-/// Leading tokens that are good after a load that misses some, in whole blocks; `None` if it misses none. A deadline may come between
-/// the last byte and its digest: the verdict is that of the deadline then, but the engine has all it asked for.
-fn good_prefix(has_failed: bool, good_until: u32, tokens: &Range<u32>, per_block: u32) -> Option<u32> {
-    // The transfer may have begun behind a local prefix, which is good as it is.
-    (has_failed && good_until < tokens.end).then(|| good_until / per_block * per_block)
-}
-
 /// Cuts of the session that one transfer survives; each costs a handshake and what was in flight.
 const MAX_CUTS: u32 = 8;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_load_that_misses_nothing_is_loaded_whatever_its_verdict() {
-        for (name, has_failed, good_until, want) in [
-            ("done", false, 40, None),
-            ("failed between the last byte and its digest", true, 40, None),
-            ("failed in a block", true, 39, Some(36)),
-            ("failed at a block's end", true, 36, Some(36)),
-            ("failed at once, behind a local prefix", true, 8, Some(8)),
-        ] {
-            assert_eq!(good_prefix(has_failed, good_until, &(8..40), 4), want, "{name}");
-        }
-    }
-}

@@ -11,6 +11,8 @@
 //! Lock order: the board's locks are leaves; no other lock is taken under one.
 
 mod card;
+#[cfg(feature = "testing")]
+pub mod decoders;
 mod driver;
 mod events;
 mod groups;
@@ -382,14 +384,7 @@ impl Worker for PdWorker {
         self.hand_over_blocks();
         self.step.begin(&meta);
         meta.settled.iter().for_each(|request| self.board.progress.forget(request));
-        // Known to `wait_layer` from here on, whenever the driver gets to it, and to `poll` if it never does.
-        meta.loads.iter().for_each(|load| self.board.progress.begin(&load.request, self.step.layers()));
-        if self.board.progress.is_closed() {
-            return Err(ConnectorError::Ended);
-        }
-        for load in meta.loads {
-            self.command(Command::Load(load))?;
-        }
+        self.begin_loads(meta.loads)?;
         let ready = self.step.ready_before(&meta.saves);
         for save in meta.saves {
             self.command(Command::Lease(save))?;
@@ -415,6 +410,15 @@ impl Worker for PdWorker {
             self.command(Command::Cancel(cancel))?;
         }
         Ok(())
+    }
+
+    fn begin_loads(&mut self, loads: Vec<Load>) -> Result<(), ConnectorError> {
+        // Known to `wait_layer` from here on, whenever the driver gets to it, and to `poll` if it never does.
+        loads.iter().for_each(|load| self.board.progress.begin(&load.request, self.step.layers()));
+        if self.board.progress.is_closed() {
+            return Err(ConnectorError::Ended);
+        }
+        loads.into_iter().try_for_each(|load| self.command(Command::Load(load)))
     }
 
     fn wait_layer(&mut self, layer: LayerId) -> Vec<RequestId> {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use kvferry_protocol::PeerId;
+use kvferry_protocol::message::Ended;
 use kvferry_transport::PeerAddress;
 
 use super::card::WorkerCard;
@@ -18,11 +19,15 @@ pub(super) struct Peers {
     doubtful: BTreeSet<PeerAddress>,
     /// Why the last attempt at an address, or its last session, came to nothing; as many as are dialled.
     missed: BTreeMap<PeerAddress, String>,
+    /// Last words for who answers at an address that is being dialled; at most [`FAREWELLS`] an address.
+    farewells: BTreeMap<PeerAddress, Vec<Ended>>,
 }
 
 #[derive(Debug)]
 struct Session {
     number: u64,
+    /// The protocol version that is spoken in it.
+    version: u16,
     address: Option<PeerAddress>,
     heads: Range<u16>,
     tp_size: u16,
@@ -37,6 +42,20 @@ impl Peers {
     /// The address is not dialled any more.
     pub(super) fn forget_address(&mut self, address: PeerAddress) {
         self.dialled.remove(&address);
+        self.farewells.remove(&address);
+    }
+
+    /// Something to tell who answers at an address, as soon as somebody does; over the limit it is left to the peer's deadline.
+    pub(super) fn farewell(&mut self, address: PeerAddress, ended: Ended) {
+        let words = self.farewells.entry(address).or_default();
+        if words.len() < FAREWELLS {
+            words.push(ended);
+        }
+    }
+
+    /// What was to be told.
+    pub(super) fn take_farewells(&mut self, address: PeerAddress) -> Vec<Ended> {
+        self.farewells.remove(&address).unwrap_or_default()
     }
 
     /// An address failed a handshake; returns whether it did the time before, too.
@@ -54,14 +73,20 @@ impl Peers {
         self.missed.get(&address).map(String::as_str)
     }
 
-    /// A session came up and was accepted.
-    pub(super) fn up(&mut self, peer: PeerId, address: Option<PeerAddress>, number: u64, card: &WorkerCard) {
+    /// A session came up and was accepted: its number, and the version that is spoken in it.
+    pub(super) fn up(
+        &mut self,
+        peer: PeerId,
+        address: Option<PeerAddress>,
+        (number, version): (u64, u16),
+        card: &WorkerCard,
+    ) {
         if let Some(address) = address {
             self.by_address.insert(address, peer.clone());
             self.doubtful.remove(&address);
             self.missed.remove(&address);
         }
-        self.up.insert(peer, Session { number, address, heads: card.held_heads(), tp_size: card.tp_size });
+        self.up.insert(peer, Session { number, version, address, heads: card.held_heads(), tp_size: card.tp_size });
     }
 
     /// A session ended; returns whether it was accepted before.
@@ -76,6 +101,11 @@ impl Peers {
     /// The number of the session with a peer that is up.
     pub(super) fn session(&self, peer: &PeerId) -> Option<u64> {
         self.up.get(peer).map(|session| session.number)
+    }
+
+    /// The protocol version that is spoken with a peer that is up.
+    pub(super) fn version(&self, peer: &PeerId) -> Option<u16> {
+        self.up.get(peer).map(|session| session.version)
     }
 
     /// Who answers at an address, and in which session.
@@ -94,3 +124,6 @@ impl Peers {
         self.up.len()
     }
 }
+
+/// Words that wait for one address.
+const FAREWELLS: usize = 256;

@@ -96,9 +96,13 @@ impl Posting {
         now.saturating_duration_since(from)
     }
 
-    /// Whether transfers have work that waits for a mover.
+    /// Whether transfers have work that a mover could do: what waits for a slab waits for the link, and keeps no mover busy.
     pub(super) fn has_jobs(&self) -> bool {
-        !self.jobs.is_empty()
+        match self.jobs.front() {
+            Some(Waiting::Prepare { pack: true, .. }) => self.slabs.has_free(),
+            Some(_) => true,
+            None => false,
+        }
     }
 
     /// A block is to be copied from the tier: a request waits for it, but others wait longer.
@@ -204,7 +208,11 @@ impl Driver {
         if pending.cancelled {
             return self.posted(write, PostOutcome::Lost);
         }
-        match make_write(write, pending, plan, slab, digest) {
+        let Some(version) = self.peers.version(&pending.peer) else {
+            // The session's end is on its way.
+            return self.posted(write, PostOutcome::Lost);
+        };
+        match make_write(write, version, pending, plan, slab, digest) {
             Ok(request) => self.posting.ready.push_back((write, request)),
             Err(problem) => self.lost(write, &format!("a write cannot be made: {problem}")),
         }
@@ -307,6 +315,7 @@ impl Driver {
 
 fn make_write(
     write: WriteKey,
+    version: u16,
     pending: &Pending,
     plan: &CopyPlan,
     slab: Option<PooledSlab>,
@@ -314,7 +323,7 @@ fn make_write(
 ) -> Result<Write, String> {
     let WriteKey { transfer, generation, sequence } = write;
     let wrote = Wrote { transfer, generation, sequence, rect: pending.rect, digest: digest? };
-    let notification = codec::encode_wrote(*codec::VERSIONS.end(), &wrote).map_err(|error| error.to_string())?;
+    let notification = codec::encode_wrote(version, &wrote).map_err(|error| error.to_string())?;
     let source = match slab {
         Some(slab) => Source::Packed(Arc::new(slab)),
         None => Source::Pages(plan.source_pages()),

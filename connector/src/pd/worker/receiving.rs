@@ -251,12 +251,16 @@ impl Driver {
         match output {
             ReceiverOutput::MakeGrant { generation, missing } => {
                 let Some(load) = self.loads.get(&entry.load) else { return };
-                let taken = match entry.grant(load, &self.caches, &*self.transport, &missing) {
-                    Ok(windows) => {
+                let version = entry.peer.as_ref().and_then(|peer| self.peers.version(peer));
+                let granted = version
+                    .ok_or(GrantRefusal::NotConnected)
+                    .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, &missing)?)));
+                let taken = match granted {
+                    Ok((version, windows)) => {
                         let keys: Vec<_> = windows.iter().map(|window| window.key).collect();
                         self.granted.extend(keys.iter().map(|&key| (key, transfer)));
                         let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
-                        let encoded = Windows::encode(&windows);
+                        let encoded = Windows::encode(version, &windows);
                         entry.grants.insert(generation, windows);
                         match encoded {
                             Ok(bytes) => entry.machine.granted(now, generation, first, bytes),
@@ -291,7 +295,7 @@ impl Driver {
             }
             ReceiverOutput::Verified(rect) => {
                 let (load, heads) = (entry.load, entry.heads.clone());
-                self.verified(load, &heads, rect);
+                self.verified(load, transfer, &heads, rect);
             }
             ReceiverOutput::Revoke { generation, .. } => {
                 self.revoke(transfer, generation);

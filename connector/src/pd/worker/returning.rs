@@ -18,7 +18,7 @@ use kvferry_protocol::transfer::{
     Coverage, GrantRefusal, InputError, Order, Receiver, ReceiverConfig, ReceiverEnd, ReceiverOutput, Rect, Sender,
     SenderConfig, Time,
 };
-use kvferry_protocol::{BlockId, Generation, PeerId, RegionId, TpRank, TransferId};
+use kvferry_protocol::{BlockId, Generation, PeerId, RegionId, TpRank, TransferId, codec};
 use kvferry_transport::Transport;
 
 use super::driver::{Driver, Side};
@@ -27,7 +27,7 @@ use super::sending::{PartTo, Sending};
 use super::step::Handed;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::{Offered, Refuse, RequestId, Return, Save, Take};
-use crate::metrics::{self, ReturnRefusal, TierDrop};
+use crate::metrics::{self, DropReason, ReturnRefusal, TierDrop};
 use crate::pd::caches::Caches;
 use crate::pool::BlockHash;
 
@@ -35,8 +35,8 @@ use crate::pool::BlockHash;
 #[derive(Debug, Default)]
 pub(super) struct Taking {
     pub(super) entries: BTreeMap<TransferId, Taken>,
-    /// Refused ones whose sender's last word is still to come.
-    refused: BTreeSet<TransferId>,
+    /// Refused ones whose sender's last word is still to come, with that sender: nobody else's word is meant.
+    refused: BTreeSet<(PeerId, TransferId)>,
 }
 
 /// Blocks of one peer on their way into berths.
@@ -119,6 +119,9 @@ impl Driver {
         let hashes = one.hashes.iter().flat_map(|hash| *hash.get()).collect();
         let hashes = HashBytes::new(hashes).map_err(|error| error.to_string())?;
         let (transfer, blocks) = (one.transfer, one.hashes.len() as u64);
+        let spare = Message::Spare(Spare { transfer, first_token: rect.tokens().start, tokens_per_block, hashes });
+        let version = self.peers.version(&peer).ok_or("there is no session with the prefill worker")?;
+        codec::check(version, &spare).map_err(|error| format!("{peer} cannot be asked: {error}"))?;
         let entry = self.returned(one, &peer, end)?;
         self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(1);
         self.board.metrics.returned_blocks_total.add(blocks);
@@ -128,8 +131,7 @@ impl Driver {
         self.part_computed(transfer, &Handed { transfer, rect, compute: Duration::ZERO });
         // The peer's rank 0 is asked, for all of them: what it takes, they grant.
         if rank == TpRank::new(0) {
-            let spare = Spare { transfer, first_token: rect.tokens().start, tokens_per_block, hashes };
-            self.send(&peer, &Message::Spare(spare));
+            self.send(&peer, &spare);
         }
         Ok(())
     }
@@ -198,6 +200,11 @@ impl Driver {
 
     /// A peer offers blocks: the scheduler decides, in the engine's next step.
     pub(super) fn spare(&mut self, peer: PeerId, spare: Spare) {
+        if self.taking.entries.get(&spare.transfer).is_some_and(|entry| entry.peer == peer) {
+            // It is being taken: a refusal would end it.
+            self.board.metrics.messages_dropped_total.at(DropReason::Duplicate).add(1);
+            return;
+        }
         let (chunks, rest) = spare.hashes.as_slice().as_chunks::<{ HashBytes::EACH }>();
         let refuse = |why: ReturnRefusal| {
             self.board.metrics.returns_refused_total.at(why).add(1);
@@ -207,7 +214,13 @@ impl Driver {
             Some(refuse(ReturnRefusal::NoTier))
         } else if !self.is_twin(&peer) {
             Some(refuse(ReturnRefusal::Part))
-        } else if chunks.is_empty() || !rest.is_empty() || self.taking.entries.len() >= TAKES {
+        } else if spare.end_token(chunks.len()).is_none() {
+            Some(refuse(ReturnRefusal::BlockSize))
+        } else if chunks.is_empty()
+            || !rest.is_empty()
+            || self.taking.entries.len() >= TAKES
+            || self.is_under_way(spare.transfer)
+        {
             Some(refuse(ReturnRefusal::Full))
         } else {
             None
@@ -222,20 +235,27 @@ impl Driver {
         let _ = self.wake.try_send(());
     }
 
+    /// Whether an id is in use, with whomever: what lands and is said would be taken for the other transfer's.
+    pub(super) fn is_under_way(&self, transfer: TransferId) -> bool {
+        self.taking.entries.contains_key(&transfer)
+            || self.receiving.contains_key(&transfer)
+            || self.sending.contains_key(&transfer)
+    }
+
     /// The scheduler, or this worker, does not want what a peer offers.
     pub(super) fn refuse(&mut self, refuse: &Refuse) {
         let Refuse { transfer, to } = refuse;
+        let to = PeerId { tp_rank: self.config.peer().tp_rank, ..to.clone() };
         if self.taking.refused.len() >= REFUSED {
             self.taking.refused.pop_first();
         }
-        self.taking.refused.insert(*transfer);
-        let to = PeerId { tp_rank: self.config.peer().tp_rank, ..to.clone() };
+        self.taking.refused.insert((to.clone(), *transfer));
         self.send(&to, &Message::Ended(Ended { transfer: *transfer, verdict: Verdict::Cancelled }));
     }
 
     /// Whether a message is the last word about something that was refused.
-    pub(super) fn is_refused(&mut self, message: &Message) -> bool {
-        matches!(message, Message::Ended(ended) if self.taking.refused.remove(&ended.transfer))
+    pub(super) fn is_refused(&mut self, peer: &PeerId, message: &Message) -> bool {
+        matches!(message, Message::Ended(ended) if self.taking.refused.remove(&(peer.clone(), ended.transfer)))
     }
 
     /// The scheduler gave frames to what a peer offers.
@@ -261,8 +281,8 @@ impl Driver {
 
     fn taken(&self, take: Take, began: Time) -> Result<Taken, String> {
         let keeping = self.keeping.as_ref().ok_or("this worker has no tier")?;
-        if self.taking.entries.contains_key(&take.transfer) {
-            return Err("it is being taken already".into());
+        if self.is_under_way(take.transfer) {
+            return Err("its id is in use already".into());
         }
         if self.early.is_declined(&take.from, take.transfer) {
             return Err("its sender gave it up".into());
@@ -375,13 +395,15 @@ impl Driver {
         match output {
             ReceiverOutput::MakeGrant { generation, missing } => {
                 let region = self.caches.regions();
-                let windows: Result<Vec<_>, _> =
-                    missing.iter().map(|&rect| entry.grant(&keeping.memory, region, &*self.transport, rect)).collect();
+                let version = self.peers.version(&entry.peer).ok_or(GrantRefusal::NotConnected);
                 // One rectangle is missing, always: a cut ends a return. So no window is left behind by an error.
-                let taken = match windows.and_then(|windows| {
-                    let bytes = Windows::encode(&windows).map_err(GrantRefusal::Impossible)?;
+                let granted = version.and_then(|version| {
+                    let grant = |&rect| entry.grant(&keeping.memory, region, &*self.transport, rect);
+                    let windows = missing.iter().map(grant).collect::<Result<Vec<_>, _>>()?;
+                    let bytes = Windows::encode(version, &windows).map_err(GrantRefusal::Impossible)?;
                     Ok((windows, bytes))
-                }) {
+                });
+                let taken = match granted {
                     Ok((windows, bytes)) => {
                         self.granted.extend(windows.iter().map(|window| (window.key, transfer)));
                         let first = OpaqueKey::new(windows.first().map_or(0, |window| window.key.0));

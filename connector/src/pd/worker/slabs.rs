@@ -41,6 +41,12 @@ impl SlabPool {
         Some(PooledSlab { buffer, used: bytes, pool: Arc::clone(self) })
     }
 
+    /// Whether one can be taken.
+    pub(super) fn has_free(&self) -> bool {
+        let state = self.state.lock().expect("no panic happens under this lock");
+        !state.free.is_empty() || state.made < self.limit
+    }
+
     /// Slabs that are out, the most that can be, and the bytes of each.
     pub(super) fn usage(&self) -> (usize, usize, usize) {
         let state = self.state.lock().expect("no panic happens under this lock");
@@ -95,8 +101,9 @@ mod tests {
         let pool = SlabPool::new(64, 2);
         let (a, b) = (pool.take(10).unwrap(), pool.take(64).unwrap());
         assert_eq!((a.bytes().len(), b.bytes().len(), pool.usage().0), (10, 64, 2));
-        assert!(pool.take(1).is_none());
+        assert!(pool.take(1).is_none() && !pool.has_free());
         drop(a);
+        assert!(pool.has_free());
         let big = pool.take(1000).unwrap();
         assert!(pool.take(1).is_none(), "an oversized slab counts too");
         drop((b, big));

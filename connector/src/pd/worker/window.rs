@@ -50,9 +50,9 @@ impl Windows {
         Ok(())
     }
 
-    /// The bytes for a Grant.
-    pub(super) fn encode(windows: &[GrantedWindow]) -> Result<WindowBytes, String> {
-        let bytes = codec::encode_value("windows", &windows).map_err(|error| error.to_string())?;
+    /// The bytes for a Grant in a session of a version.
+    pub(super) fn encode(version: u16, windows: &[GrantedWindow]) -> Result<WindowBytes, String> {
+        let bytes = codec::encode_value("windows", version, &windows).map_err(|error| error.to_string())?;
         WindowBytes::new(bytes).map_err(|error| error.to_string())
     }
 

@@ -15,7 +15,7 @@
 //! | [`Spare`] | sender | receiver | "your tier may keep these blocks": answered by a Grant, or by Ended |
 //! | [`Engine`](Message::Engine) | both | both | opaque to kvferry |
 //!
-//! Only durations cross the wire. Every length is limited, see the constants of each type.
+//! A session carries what its version has ([`Message::since`]). Only durations cross the wire. Every length is limited, see the constants of each type.
 
 mod bounded;
 mod verdict;
@@ -114,6 +114,15 @@ pub struct Spare {
     pub hashes: HashBytes,
 }
 
+impl Spare {
+    /// One past the last token of so many blocks; `None` if there is no such place, whatever the peer says.
+    #[must_use]
+    pub fn end_token(&self, blocks: usize) -> Option<u32> {
+        let tokens = u32::try_from(blocks).ok()?.checked_mul(self.tokens_per_block)?;
+        self.first_token.checked_add(tokens)
+    }
+}
+
 /// The receiver withdraws a grant and asks for the sender's word that nothing is posted under it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Stop {
@@ -180,6 +189,24 @@ impl Message {
             Self::Abort(m) => Some(m.transfer),
             Self::Ended(m) => Some(m.transfer),
             Self::Spare(m) => Some(m.transfer),
+        }
+    }
+
+    /// The first version of the protocol that has it.
+    #[must_use]
+    pub const fn since(&self) -> u16 {
+        match self {
+            Self::Manifest(_)
+            | Self::Offer(_)
+            | Self::Grant(_)
+            | Self::Renew(_)
+            | Self::Stop(_)
+            | Self::Stopped(_)
+            | Self::Abort(_)
+            | Self::Ended(_)
+            | Self::Engine(_)
+            | Self::Working(_) => 1,
+            Self::Spare(_) => 2,
         }
     }
 

@@ -6,6 +6,7 @@
 use crate::message::Verdict;
 use crate::transfer::{Coverage, ReceiverEnd, Rect};
 
+use super::node::PeerView;
 use super::plan::{LAYERS, MS, Plan, Weather};
 use super::world::World;
 
@@ -14,7 +15,7 @@ use super::world::World;
 pub(super) struct Ledger {
     /// By part: receiver, sender.
     parts: Vec<(Option<Verdict>, Option<Verdict>)>,
-    /// By request: prefill, decode.
+    /// By request: sender, receiver.
     requests: Vec<[Progress; 2]>,
 }
 
@@ -41,12 +42,13 @@ impl Ledger {
         Self::check(part, ends)
     }
 
-    pub(super) fn sender_ended(&mut self, part: usize, verdict: &Verdict) -> Result<(), String> {
+    /// A sender's end. With `known`, the receiver's is known too; a liar's word need not be true.
+    pub(super) fn sender_ended(&mut self, part: usize, verdict: &Verdict, known: bool) -> Result<(), String> {
         let ends = &mut self.parts[part];
         if let Some(before) = &ends.1 {
             return Err(format!("invariant 2: the sender of part {part} ended twice: {before}, then {verdict}"));
         }
-        if *verdict == Verdict::Done && ends.0 != Some(Verdict::Done) {
+        if known && *verdict == Verdict::Done && ends.0 != Some(Verdict::Done) {
             return Err(format!("invariant 2: the sender of part {part} is done, its receiver is {:?}", ends.0));
         }
         ends.1 = Some(verdict.clone());
@@ -62,15 +64,20 @@ impl Ledger {
         }
     }
 
-    pub(super) fn began(&mut self, request: usize, decodes: bool) -> Result<(), String> {
-        match std::mem::replace(&mut self.requests[request][usize::from(decodes)], Progress::Begun) {
+    /// Whether a receiving engine never heard of a request.
+    pub(super) fn is_new(&self, request: usize) -> bool {
+        self.requests[request][1] == Progress::Unknown
+    }
+
+    pub(super) fn began(&mut self, request: usize, receives: bool) -> Result<(), String> {
+        match std::mem::replace(&mut self.requests[request][usize::from(receives)], Progress::Begun) {
             Progress::Unknown => Ok(()),
             other => Err(format!("invariant 2: request {request} begins after it was {other:?}")),
         }
     }
 
-    pub(super) fn request_ended(&mut self, request: usize, decodes: bool) -> Result<(), String> {
-        match std::mem::replace(&mut self.requests[request][usize::from(decodes)], Progress::Ended) {
+    pub(super) fn request_ended(&mut self, request: usize, receives: bool) -> Result<(), String> {
+        match std::mem::replace(&mut self.requests[request][usize::from(receives)], Progress::Ended) {
             Progress::Begun => Ok(()),
             other => Err(format!("invariant 2: request {request} ends after it was {other:?}")),
         }
@@ -79,7 +86,7 @@ impl Ledger {
     /// What an engine had begun is lost.
     pub(super) fn crashed(&mut self, plan: &Plan, engine: usize) {
         for (request, progress) in plan.requests.iter().zip(&mut self.requests) {
-            for (of, progress) in [request.prefill, request.decode].into_iter().zip(progress) {
+            for (of, progress) in [request.from, request.to].into_iter().zip(progress) {
                 if of == engine && *progress == Progress::Begun {
                     *progress = Progress::Lost;
                 }
@@ -110,7 +117,7 @@ impl World {
             if machine.verified().rects().count() > Coverage::MAX_RECTS {
                 return Err(format!("invariant 7: the receiver of part {part} keeps too many rectangles"));
             }
-            let asked = slot.granting || slot.fencing || slot.hashing > 0;
+            let asked = slot.granting || slot.fencing || !slot.hashing.is_empty();
             match machine.poll_timeout() {
                 Some((at, _)) if !slot.finished && at > slot.deadline && state != "Stopping" => {
                     Err(format!("invariant 2: the receiver of part {part}, {state}, forgot its deadline"))
@@ -136,6 +143,15 @@ impl World {
         if early.len() > limit || early.declined_len() > limit {
             return Err(format!("invariant 7: node {index} keeps {} early messages", early.len()));
         }
+        let each = self.plan.early.1;
+        for PeerView { id, .. } in self.nodes[index].views.values() {
+            if early.kept_of(id) > each {
+                return Err(format!("invariant 7: node {index} keeps {} early messages of {id}", early.kept_of(id)));
+            }
+            if early.declined_to(id) > each {
+                return Err(format!("invariant 7: node {index} keeps {} refusals to {id}", early.declined_to(id)));
+            }
+        }
         Ok(())
     }
 
@@ -153,7 +169,7 @@ impl World {
         }
         let (open, asked, state) = match (node.receivers.get(&part), node.senders.get(&part)) {
             (Some(slot), _) => {
-                (!slot.finished, slot.granting || slot.fencing || slot.hashing > 0, slot.machine.state())
+                (!slot.finished, slot.granting || slot.fencing || !slot.hashing.is_empty(), slot.machine.state())
             }
             (None, Some(slot)) => (!slot.finished, !slot.writes.is_empty(), slot.machine.state()),
             (None, None) => return Ok(()),
@@ -212,6 +228,11 @@ impl World {
             return Ok(());
         }
         for (part, ends) in self.ledger.parts.iter().enumerate() {
+            let request = self.plan.parts[part].request;
+            // What is offered may be refused, and what a liar takes part in is never done.
+            if self.plan.requests[request].returns || self.plan.has_liar(request) {
+                continue;
+            }
             match ends {
                 (Some(Verdict::Done), Some(Verdict::Done | Verdict::Failed(_))) => {}
                 (receiver, sender) => {
@@ -229,8 +250,8 @@ impl World {
         if slot.grants.values().any(|&grant| self.grants.is_live(grant)) {
             return Err(format!("invariant 1: part {part} ended while its grant lives"));
         }
-        if slot.hashing > 0 {
-            return Err(format!("invariant 4: part {part} ended while {} writes are being hashed", slot.hashing));
+        if !slot.hashing.is_empty() {
+            return Err(format!("invariant 4: part {part} ended while {} writes are being hashed", slot.hashing.len()));
         }
         if slot.finished {
             // The ledger says so better.
@@ -241,7 +262,8 @@ impl World {
             let heads = self.plan.parts[part].heads.clone();
             self.check_cells(index, &slot.blocks, rect, heads, "invariant 8: good")?;
         }
-        if !good.contains_all(&slot.shown) {
+        // What a liar writes a second time is not good any more, although no byte of it changed.
+        if !good.contains_all(&slot.shown) && !self.plan.has_liar(self.plan.parts[part].request) {
             return Err(format!("invariant 8: part {part} showed more than it calls good: {end:?}"));
         }
         let wanted = plan.wanted();

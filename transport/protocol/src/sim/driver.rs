@@ -29,12 +29,17 @@ impl World {
     }
 
     fn take(&mut self, index: usize, input: Inbox) -> Result<(), String> {
+        if self.plan.lies(index) {
+            return self.liar_takes(index, input);
+        }
         let now = self.nodes[index].clock(self.now);
         match input {
             Inbox::Up { link, incarnation, session, version } => self.up(index, link, incarnation, session, version),
             Inbox::Down { link } => self.down(index, link),
             Inbox::Message { link, incarnation, bytes } => self.message(index, link, incarnation, &bytes),
-            Inbox::Landed { incarnation, version, wrote } => self.landed(index, incarnation, version, &wrote),
+            Inbox::Landed { link, incarnation, version, grant, cells, wrote } => {
+                self.landed(index, (link, incarnation, version), (grant, cells), &wrote)
+            }
             Inbox::Posted { part, generation, sequence, outcome } => {
                 let input = match outcome {
                     PostOutcome::Taken => SenderInput::PostedTaken,
@@ -49,6 +54,7 @@ impl World {
             }
             Inbox::Begin { request, blocks } => self.begin(index, request, &blocks),
             Inbox::Decline { request } => self.decline(index, request),
+            Inbox::RefuseSpare { request } => self.refuse_spares(index, request),
             Inbox::Computed { request, step } => self.compute(index, request, step),
             Inbox::Cancel { request } => {
                 self.plan.requests[request].parts.clone().try_for_each(|part| self.cancel_part(index, part))
@@ -139,12 +145,33 @@ impl World {
             self.report.count("messages of old incarnations refused");
             return Ok(());
         }
-        let message = versions::decode(view.version, bytes)?;
-        let Some(part) = message.transfer().and_then(|transfer| self.part_of(transfer)) else { return Ok(()) };
-        self.hand_over(index, link, part, incarnation, message)
+        let message = match versions::decode(view.version, bytes) {
+            Ok(message) => message,
+            Err(_) if self.plan.lies(self.plan.peer_of(link, index)) => {
+                self.hang_up(index, link);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        let Some(transfer) = message.transfer() else { return Ok(()) };
+        match message {
+            Message::Spare(spare) => self.spare(index, link, spare),
+            Message::Ended(_) if self.nodes[index].refused.remove(&(link, transfer)) => Ok(()),
+            message => match self.part_of(transfer) {
+                Some(part) => self.hand_over(index, link, part, incarnation, message),
+                None => self.hear_early(index, link, incarnation, message),
+            },
+        }
     }
 
-    fn part_of(&self, transfer: TransferId) -> Option<usize> {
+    /// Ends the session with a peer that broke the protocol.
+    fn hang_up(&mut self, index: usize, link: usize) {
+        self.report.count("sessions ended for what cannot be");
+        let (session, side) = (self.links[link].session, self.links[link].side_of(index));
+        self.side_down(link, session, side);
+    }
+
+    pub(super) fn part_of(&self, transfer: TransferId) -> Option<usize> {
         let part = transfer.get() as u64 as usize;
         self.plan.parts.get(part).filter(|plan| plan.transfer == transfer).map(|_| part)
     }
@@ -160,9 +187,11 @@ impl World {
     ) -> Result<(), String> {
         let now = self.nodes[index].clock(self.now);
         let kind = MessageKind::from(&message);
-        // A machine speaks with one incarnation; another one is another peer, even about the same transfer.
-        let any = self.options.driver_bug == Some(DriverBug::OldIncarnationTaken);
-        let is_peer = |bound: Option<u64>| any || bound == Some(incarnation);
+        // A machine speaks with one rank's one incarnation; another one is another peer, even about the same transfer.
+        let any_start = self.options.driver_bug == Some(DriverBug::OldIncarnationTaken);
+        let is_the_rank =
+            self.plan.parts[part].link == link || self.options.driver_bug == Some(DriverBug::AnybodyHeard);
+        let is_peer = |bound: Option<u64>| is_the_rank && (any_start || bound == Some(incarnation));
         let node = &self.nodes[index];
         if let Some(slot) = node.receivers.get(&part).filter(|slot| is_peer(slot.peer)) {
             Self::check_incarnation(part, slot.peer, incarnation)?;
@@ -172,9 +201,15 @@ impl World {
             Self::check_incarnation(part, slot.peer, incarnation)?;
             return self.sender(index, part, kind.into(), |slot| slot.machine.message(now, message));
         }
-        let ends = self.links[link].ends;
-        let peer = self.peer_id(if ends[0] == index { ends[1] } else { ends[0] }, incarnation);
-        let (transfer, early) = (self.plan.parts[part].transfer, &mut self.nodes[index].early);
+        self.hear_early(index, link, incarnation, message)
+    }
+
+    /// What a peer says of a transfer that this side does not know, or has with somebody else.
+    fn hear_early(&mut self, index: usize, link: usize, incarnation: u64, message: Message) -> Result<(), String> {
+        let (now, kind) = (self.nodes[index].clock(self.now), MessageKind::from(&message));
+        let Some(transfer) = message.transfer() else { return Ok(()) };
+        let peer = self.peer_id(self.plan.peer_of(link, index), incarnation);
+        let early = &mut self.nodes[index].early;
         let state = early.state(&peer, transfer);
         let answer = early.message(now, &peer, message);
         self.report.visits.early(state, kind.into());
@@ -185,10 +220,30 @@ impl World {
         }
     }
 
-    fn landed(&mut self, index: usize, incarnation: u64, version: u16, wrote: &[u8]) -> Result<(), String> {
+    fn landed(
+        &mut self,
+        index: usize,
+        (link, incarnation, version): (usize, u64, u16),
+        (grant, cells): (u64, u64),
+        wrote: &[u8],
+    ) -> Result<(), String> {
         let wrote = versions::decode_wrote(version, wrote)?;
         let now = self.nodes[index].clock(self.now);
-        let Some(part) = self.part_of(wrote.transfer) else { return Ok(()) };
+        let honest = !self.plan.lies(self.plan.peer_of(link, index));
+        let named = self.part_of(wrote.transfer);
+        // What it is said to be must be what the grant was made for.
+        if named != self.grants.part(grant) && self.options.driver_bug != Some(DriverBug::NotificationTrusted) {
+            self.report.count("writes said to be another transfer's");
+            return if honest { Err(format!("{wrote:?} is said to be another transfer's")) } else { Ok(()) };
+        }
+        let Some(part) = named else { return Ok(()) };
+        if cells != wrote.rect.cells() * self.plan.parts[part].heads.len() as u64 {
+            if honest {
+                return Err(format!("{cells} cells are said to be {wrote:?}"));
+            }
+            self.hang_up(index, link);
+            return Ok(());
+        }
         if let Some(slot) = self.nodes[index].receivers.get(&part) {
             Self::check_incarnation(part, slot.peer, incarnation)?;
         }
@@ -245,7 +300,9 @@ impl World {
         for cell in cells(rect, heads) {
             hashed.push((cell, node.memory.read_for_transfer(&slot.blocks, cell)?));
         }
-        slot.hashing = slot.hashing.saturating_sub(1);
+        if let Some(at) = slot.hashing.iter().position(|&hashing| hashing == rect) {
+            slot.hashing.swap_remove(at);
+        }
         if unhashed || slot.unhashed {
             return self.receiver(index, part, ReceiverInput::DigestFailed, |slot| {
                 slot.machine.digest_failed(now, generation, sequence, "the device is gone")
@@ -303,9 +360,10 @@ impl World {
                 self.report.visits.early(before, EarlyInput::Timeout);
             }
         }
-        for (_, answer) in answers {
-            if let Some(part) = answer.transfer().and_then(|transfer| self.part_of(transfer)) {
-                self.send(index, self.plan.parts[part].link, answer)?;
+        for (peer, answer) in answers {
+            let link = self.nodes[index].views.iter().find(|(_, view)| view.id == peer).map(|(&link, _)| link);
+            if let Some(link) = link {
+                self.send(index, link, answer)?;
             }
         }
         Ok(())
@@ -321,7 +379,8 @@ impl World {
         let Some(slot) = self.nodes[index].receivers.get_mut(&part) else { return Ok(()) };
         let place = (slot.machine.kind(), slot.machine.is_up());
         let taken = give(slot);
-        let agreed = self.report.visits.receiver(place, input, &taken);
+        let lied_to = self.plan.has_liar(self.plan.parts[part].request);
+        let agreed = self.report.visits.receiver(lied_to, place, input, &taken);
         self.report.ignored += u64::from(taken.is_err());
         if self.options.planted.is_none() {
             agreed?;
@@ -339,7 +398,8 @@ impl World {
         let Some(slot) = self.nodes[index].senders.get_mut(&part) else { return Ok(()) };
         let place = (slot.machine.kind(), slot.machine.is_up());
         let taken = give(slot);
-        let agreed = self.report.visits.sender(place, input, &taken);
+        let lied_to = self.plan.has_liar(self.plan.parts[part].request);
+        let agreed = self.report.visits.sender(lied_to, place, input, &taken);
         self.report.ignored += u64::from(taken.is_err());
         if self.options.planted.is_none() {
             agreed?;

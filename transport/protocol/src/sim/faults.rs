@@ -113,9 +113,9 @@ impl World {
     /// Does to a machine what lay in wait for its state.
     pub(super) fn ambush(&mut self, node: usize, part: usize, act: Act) {
         self.report.count("ambushes");
-        let plan = &self.plan.parts[part];
-        let (link, decodes) = (plan.link, plan.decode == node);
-        let peer = if decodes { plan.prefill } else { plan.decode };
+        let (link, peer) = (self.plan.parts[part].link, self.plan.peer_in(part, node));
+        let side = self.links[link].side_of(node);
+        let act = if self.plan.lies(peer) && act.leads_nowhere() && self.rng.once_in(2) { Act::Lie } else { act };
         let wait = self.rng.within(0..MS / 4);
         match act {
             Act::Cancel => self.push_first(node, Inbox::CancelPart { part }),
@@ -138,7 +138,7 @@ impl World {
                     self.unhash(node, part);
                 }
                 let session = self.links[link].session;
-                self.after(wait, Event::SideDown { link, session, side: usize::from(decodes) });
+                self.after(wait, Event::SideDown { link, session, side });
             }
             Act::CrashPeer => {
                 let (engine, away) = (self.plan.nodes[peer].engine, self.rng.within(1..300) * MS);
@@ -155,7 +155,8 @@ impl World {
             }
             Act::JumpPeer => self.after(wait, Event::Fault(Fault::Jump { node: peer, by: 20_000 * MS })),
             Act::Unhash => self.unhash(node, part),
-            Act::Repeat => self.repeat_words(link, usize::from(decodes)),
+            Act::Repeat => self.repeat_words(link, side),
+            Act::Lie => self.say_everything(peer, link, part),
         }
     }
 

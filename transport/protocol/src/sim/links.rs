@@ -70,6 +70,16 @@ impl Link {
     pub(super) const fn blocked_for(&self, side: usize, now: u64) -> u64 {
         self.blocked[side].saturating_sub(now)
     }
+
+    /// On which side a rank is.
+    pub(super) fn side_of(&self, node: usize) -> usize {
+        usize::from(self.ends[DECODE] == node)
+    }
+
+    /// Whether a side may say something now.
+    pub(super) const fn carries_from(&self, side: usize) -> bool {
+        self.up[side] && (!self.cut || self.lagging[1 - side])
+    }
 }
 
 impl World {
@@ -205,11 +215,9 @@ impl World {
 
     /// What a side's transport does at a session's end: its grants are dead, or its posts end.
     fn end_transport(&mut self, link: usize, side: usize) {
-        if side == DECODE {
-            return self.kill_grants(link);
-        }
+        self.kill_grants(link, side);
         let late = self.rng.once_in(self.plan.odds.late_posts);
-        for write in self.posts_on(link) {
+        for write in self.posts_on(link, side) {
             let held =
                 self.writes.part(write).is_some_and(|part| self.nodes[self.links[link].ends[side]].is_held(part));
             if late || held {
@@ -241,9 +249,8 @@ impl World {
     /// A rank says something, now and then twice, or with something that is not for the other side.
     pub(super) fn send(&mut self, from: usize, link: usize, message: Message) -> Result<(), String> {
         self.check_durations(&message)?;
-        let side = usize::from(self.links[link].ends[PREFILL] == from);
-        let state = &self.links[link];
-        if !state.up[1 - side] || (state.cut && !state.lagging[side]) {
+        let side = 1 - self.links[link].side_of(from);
+        if !self.links[link].carries_from(1 - side) {
             return Ok(());
         }
         let incarnation = self.nodes[from].incarnation;
@@ -258,21 +265,22 @@ impl World {
             self.say(link, side, incarnation, &message)?;
         }
         if self.rng.once_in(self.plan.odds.stray) {
-            let stray = self.stray(side, &message);
+            let stray = self.stray(self.links[link].ends[side], &message);
             self.say(link, side, incarnation, &stray)?;
         }
         Ok(())
     }
 
-    /// A message that a side never takes, about the same transfer.
-    fn stray(&mut self, side: usize, message: &Message) -> Message {
+    /// A message that a rank never takes, about the same transfer.
+    fn stray(&mut self, to: usize, message: &Message) -> Message {
         let transfer = message.transfer().unwrap_or(TransferId::new(0));
         let generation = Generation::new(self.rng.within(0..3) as u32);
-        match (side, self.rng.within(0..4)) {
-            (PREFILL, 0) => Message::Working(Working { transfer }),
-            (PREFILL, 1) => Message::Stopped(Stopped { transfer, generation }),
-            (PREFILL, 2) => Message::Abort(Abort { transfer, why: Verdict::Cancelled }),
-            (PREFILL, _) => Message::Offer(Offer { transfer, held: super::plan::whole() }),
+        let to_sender = self.part_of(transfer).is_some_and(|part| self.plan.parts[part].sender == to);
+        match (to_sender, self.rng.within(0..4)) {
+            (true, 0) => Message::Working(Working { transfer }),
+            (true, 1) => Message::Stopped(Stopped { transfer, generation }),
+            (true, 2) => Message::Abort(Abort { transfer, why: Verdict::Cancelled }),
+            (true, _) => Message::Offer(Offer { transfer, held: super::plan::whole() }),
             (_, 0) => Message::Renew(Renew { transfer, ttl_ms: 1 }),
             // It may be for a receiver, but comes at any time.
             (_, 1) => Message::Working(Working { transfer }),
@@ -281,6 +289,10 @@ impl World {
     }
 
     fn say(&mut self, link: usize, side: usize, incarnation: u64, message: &Message) -> Result<(), String> {
+        if !versions::has(self.links[link].version, message) {
+            // It is a word of an earlier session, in a later version.
+            return Ok(());
+        }
         let version = match self.options.driver_bug {
             Some(DriverBug::NewestVersionSpoken) => {
                 let from = self.links[link].ends[1 - side];
@@ -288,7 +300,12 @@ impl World {
             }
             _ => self.links[link].version,
         };
-        let bytes = versions::encode(version, message)?;
+        self.say_bytes(link, side, incarnation, versions::encode(version, message)?);
+        Ok(())
+    }
+
+    /// Bytes on their way to a side.
+    pub(super) fn say_bytes(&mut self, link: usize, side: usize, incarnation: u64, bytes: Vec<u8>) {
         let said = bytes.iter().fold(link as u64, |said, &byte| said.rotate_left(7) ^ u64::from(byte));
         self.report.said = mix(self.report.said ^ said);
         let wait = self.delay(40);
@@ -302,7 +319,6 @@ impl World {
             self.report.count("sessions ended for a slow reader");
             self.cut(link);
         }
-        Ok(())
     }
 
     /// The peer of a side says its last words in this session again.
@@ -358,9 +374,9 @@ impl World {
         Err(format!("invariant 6: a lease of {ttl_ms} ms is asked for, {} is meant", self.plan.timing.lease_ttl))
     }
 
-    /// How long a word from decode to prefill takes.
-    pub(super) fn way_back(&mut self, link: usize, part: usize, usual: u64) -> u64 {
-        let node = self.links[link].ends[PREFILL];
-        self.links[link].blocked_for(PREFILL, self.now) + self.work(node, part, usual)
+    /// How long a word of the receiver of a write takes to its sender.
+    pub(super) fn way_back(&mut self, link: usize, sender: usize, part: usize, usual: u64) -> u64 {
+        let state = &self.links[link];
+        state.blocked_for(state.side_of(sender), self.now) + self.work(sender, part, usual)
     }
 }

@@ -1,8 +1,8 @@
 //! A rank's share of a request: its parts begin together, and it is over when all of them are.
 //!
-//! A decode rank takes each head from one prefill rank, a part from each. Its load is done when all parts are, its good tokens are
-//! those of the worst part, and a part that fails ends its siblings. A prefill rank lends its blocks to a part for each decode rank
-//! that wants heads of its own, and has them back when all leases are released.
+//! A decode rank takes each head from one prefill rank, a part from each; [`Parts`] says when layers are complete, which siblings end
+//! with a part that failed, and how the load ended. A prefill rank lends its blocks to a part for each decode rank that wants heads of
+//! its own, and has them back when all leases are released.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::{NonZeroU32, NonZeroU64};
@@ -10,12 +10,14 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use crate::message::Verdict;
-use crate::transfer::{Coverage, EarlyInput, Receiver, ReceiverConfig, ReceiverEnd, Sender, SenderConfig, SenderInput};
+use crate::transfer::{
+    Coverage, EarlyInput, Parts, PartsEnd, PartsStep, Receiver, ReceiverConfig, ReceiverEnd, Rect, Sender,
+    SenderConfig, SenderInput,
+};
 
 use super::memory::{Blocks, cells, content};
 use super::node::{Inbox, Leases, Load, ReceiverSlot, SenderSlot};
 use super::plan::MS;
-use super::report::DriverBug;
 use super::scheduler::{Spoken, Step};
 use super::world::{Event, World};
 
@@ -35,9 +37,13 @@ impl World {
     pub(super) fn begin(&mut self, index: usize, request: usize, blocks: &Rc<Blocks>) -> Result<(), String> {
         self.nodes[index].memory.take(blocks)?;
         let parts = self.parts_here(index, request);
-        if self.decodes(self.plan.nodes[index].engine) {
-            let ends = parts.iter().map(|&part| (part, None)).collect();
-            let load = Load { blocks: Rc::clone(blocks), ends };
+        let returns = self.plan.requests[request].returns;
+        if self.receives(self.plan.nodes[index].engine, request) {
+            let heads = parts.iter().map(|&part| (part, self.plan.parts[part].heads.len() as u16));
+            let wanted = self.plan.requests[request].wanted();
+            let mut progress = Parts::new(wanted, heads).map_err(|error| error.to_string())?;
+            progress.plant(self.options.planted);
+            let load = Load { blocks: Rc::clone(blocks), parts: progress };
             self.nodes[index].loads.insert(request, load);
             for &part in &parts {
                 self.begin_receiver(index, part, blocks)?;
@@ -50,19 +56,30 @@ impl World {
                 // The head is held twice, and the decode ranks take it from the other holder.
                 return self.leases_over(index, request);
             }
+            if returns && !self.may_offer(index, parts[0]) {
+                let cancelled = |&part: &usize| (part, Some(Verdict::Cancelled));
+                let ends = parts.iter().map(cancelled).collect();
+                if let Some(leases) = self.nodes[index].leases.get_mut(&request) {
+                    leases.ends = ends;
+                }
+                return self.leases_over(index, request);
+            }
             for &part in &parts {
                 self.begin_sender(index, part, blocks);
             }
             self.compute_later(index, request, 0);
         }
-        for part in parts {
+        for &part in &parts {
             self.introduce(index, part)?;
         }
-        Ok(())
+        match parts.first() {
+            Some(&part) if returns && self.plan.parts[part].sender == index => self.offer_spares(index, part),
+            _ => Ok(()),
+        }
     }
 
-    fn parts_here(&self, index: usize, request: usize) -> Vec<usize> {
-        let here = |part: &usize| self.plan.parts[*part].prefill == index || self.plan.parts[*part].decode == index;
+    pub(super) fn parts_here(&self, index: usize, request: usize) -> Vec<usize> {
+        let here = |part: &usize| self.plan.parts[*part].sender == index || self.plan.parts[*part].receiver == index;
         self.plan.requests[request].parts.clone().filter(here).collect()
     }
 
@@ -80,7 +97,7 @@ impl World {
             lease_ttl: ms(timing.lease_ttl),
             ask_before_revoke: self.plan.ask.then_some(ms(timing.ask)),
             linger: ms(timing.linger),
-            max_cuts: MAX_CUTS,
+            max_cuts: if request.returns { 0 } else { MAX_CUTS },
         };
         let mut machine = Receiver::new(now, config).map_err(|error| error.to_string())?;
         machine.plant(self.options.planted);
@@ -92,7 +109,7 @@ impl World {
             last_generation: None,
             hashed: Coverage::new(),
             shown: Coverage::new(),
-            hashing: 0,
+            hashing: Vec::new(),
             unhashed: false,
             held: false,
             granting: false,
@@ -115,7 +132,8 @@ impl World {
             transfer: plan.transfer,
             held: request.held(),
             order: request.order,
-            lease_ttl: ms(timing.lease_ttl),
+            // What goes back waits a moment for a grant, no more.
+            lease_ttl: ms(if request.returns { timing.lease_ttl / 2 } else { timing.lease_ttl }),
             lease_max: ms(timing.lease_max),
             absent: ms(timing.absent),
             word: ms(timing.word),
@@ -219,38 +237,44 @@ impl World {
         Ok(())
     }
 
-    /// A part of a load is over on this rank, and fenced.
-    pub(super) fn part_received(&mut self, index: usize, part: usize, end: ReceiverEnd) -> Result<(), String> {
+    /// A rectangle of a part is verified: layers that are complete with it hold what they must, in all heads of this rank.
+    pub(super) fn part_verified(&mut self, index: usize, part: usize, rect: Rect) -> Result<(), String> {
         let request = self.plan.parts[part].request;
-        let failed = end.verdict != Verdict::Done;
-        let Some(load) = self.nodes[index].loads.get_mut(&request) else {
-            // Its load went on without it.
-            return Ok(());
-        };
-        load.ends.insert(part, Some(end));
-        let open: Vec<usize> = load.ends.iter().filter(|(_, end)| end.is_none()).map(|(&part, _)| part).collect();
-        if open.is_empty() || (failed && self.options.driver_bug == Some(DriverBug::SiblingsForgotten)) {
-            return self.load_over(index, request);
-        }
-        if failed {
-            open.into_iter().for_each(|part| self.push_first(index, Inbox::CancelPart { part }));
+        let Some(load) = self.nodes[index].loads.get_mut(&request) else { return Ok(()) };
+        let complete = load.parts.verified(&part, rect).map_err(|error| error.to_string())?;
+        let blocks = Rc::clone(&load.blocks);
+        for layer in complete {
+            let tokens = self.plan.requests[request].wanted().tokens();
+            let layer = Rect::new(tokens, layer..layer + 1).map_err(|error| error.to_string())?;
+            self.check_cells(index, &blocks, layer, self.plan.nodes[index].heads.clone(), "invariant 3: a layer")?;
         }
         Ok(())
     }
 
-    fn load_over(&mut self, index: usize, request: usize) -> Result<(), String> {
+    /// A part of a load is over on this rank, and fenced.
+    pub(super) fn part_received(&mut self, index: usize, part: usize, end: ReceiverEnd) -> Result<(), String> {
+        let request = self.plan.parts[part].request;
+        let Some(load) = self.nodes[index].loads.get_mut(&request) else {
+            // Its load went on without it: a planted bug.
+            return Ok(());
+        };
+        let failure = (end.verdict != Verdict::Done).then_some(end.verdict);
+        match load.parts.ended(&part, end.good_until_token, failure).map_err(|error| error.to_string())? {
+            PartsStep::Wait => Ok(()),
+            PartsStep::Cancel(siblings) => {
+                siblings.into_iter().for_each(|part| self.push_first(index, Inbox::CancelPart { part }));
+                Ok(())
+            }
+            PartsStep::Over(end) => self.load_over(index, request, end),
+        }
+    }
+
+    fn load_over(&mut self, index: usize, request: usize, end: PartsEnd<usize, Verdict>) -> Result<(), String> {
         let Some(load) = self.nodes[index].loads.remove(&request) else { return Ok(()) };
         self.nodes[index].memory.settle(&load.blocks)?;
-        let ends = load.ends.values().flatten();
-        let verdict = ends.clone().map(|end| &end.verdict).find(|verdict| **verdict != Verdict::Done);
-        let verdict = verdict.cloned().unwrap_or(Verdict::Done);
-        let good = ends.map(|end| end.good_until_token);
-        let good = match self.options.driver_bug {
-            Some(DriverBug::BestPartCounts) => good.max(),
-            _ => good.min(),
-        };
-        let (good, first) = (good.unwrap_or_default(), self.plan.requests[request].local);
-        self.check_tokens(index, &load.blocks, first..good.max(first), "invariant 8: good on this rank")?;
+        let good = end.first_missing().unwrap_or(end.tokens.end);
+        let verdict = end.failure.map_or(Verdict::Done, |(_, verdict)| verdict);
+        self.check_tokens(index, &load.blocks, end.tokens.start..good, "invariant 8: good on this rank")?;
         self.report_to_engine(index, request, Spoken { verdict, good });
         Ok(())
     }
@@ -259,8 +283,13 @@ impl World {
     pub(super) fn part_sent(&mut self, index: usize, part: usize, verdict: Verdict) -> Result<(), String> {
         let request = self.plan.parts[part].request;
         let Some(leases) = self.nodes[index].leases.get_mut(&request) else { return Ok(()) };
+        let late = verdict != Verdict::Done && self.plan.requests[request].returns;
         leases.ends.insert(part, Some(verdict));
-        if leases.ends.values().all(Option::is_some) { self.leases_over(index, request) } else { Ok(()) }
+        let over = leases.ends.values().all(Option::is_some);
+        if late {
+            self.offer_no_more(index, part)?;
+        }
+        if over { self.leases_over(index, request) } else { Ok(()) }
     }
 
     fn leases_over(&mut self, index: usize, request: usize) -> Result<(), String> {

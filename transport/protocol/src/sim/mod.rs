@@ -11,10 +11,13 @@
 //! 8. what a failed transfer calls good is right.
 //!
 //! A cluster is up to four prefill and four decode engines of up to four ranks each. A request is a set of parts: each decode rank
-//! takes each of its heads from one prefill rank, and each such part is a transfer of its own. What goes wrong: cuts, partitions one
+//! takes each of its heads from one prefill rank, and each such part is a transfer of its own. Decode also offers blocks of its answers,
+//! which prefill takes or refuses. What goes wrong: cuts, partitions one
 //! way and both ways, slow readers, stopped processes whose posted bytes land later or not, crashes with a restart in another version,
 //! clocks that run apart and jump, words said again, twice, or to the wrong side, changed bytes, cancels, preemption with blocks that
 //! are used again at once, pools that are too small, and ambushes: something done to a machine the moment it is in a certain state.
+//! In some runs one engine lies: it is authenticated, and says and writes what it likes. Then the invariants are those of its peers, but
+//! that nobody can know what its own bytes should be.
 //!
 //! One run in ten has fair weather: only faults that a transfer must survive, and then every transfer must be done.
 //!
@@ -24,6 +27,8 @@
 mod checks;
 mod driver;
 mod faults;
+mod liars;
+mod lies;
 mod links;
 mod load;
 mod memory;
@@ -33,6 +38,7 @@ mod plan;
 mod report;
 mod rng;
 mod scheduler;
+mod spares;
 mod versions;
 mod visits;
 mod world;

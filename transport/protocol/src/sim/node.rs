@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
-use crate::ids::{Generation, PeerId};
+use crate::ids::{Generation, PeerId, TransferId};
 use crate::message::{Grant, Message, Verdict};
-use crate::transfer::{
-    Coverage, Early, EarlyConfig, GrantRefusal, PostOutcome, Receiver, ReceiverEnd, Rect, Sender, Time,
-};
+use crate::transfer::{Coverage, Early, EarlyConfig, GrantRefusal, Parts, PostOutcome, Receiver, Rect, Sender, Time};
 
+use super::liars::Liar;
 use super::memory::{Blocks, Memory};
 use super::plan::{Act, Ambush, AmbushState, Plan};
 
@@ -39,8 +38,12 @@ pub(super) struct Node {
     /// By request.
     pub(super) loads: BTreeMap<usize, Load>,
     pub(super) leases: BTreeMap<usize, Leases>,
+    /// Blocks that peers offered and this side does not want, by link: the sender's last word is still to come.
+    pub(super) refused: BTreeSet<(usize, TransferId)>,
     /// When which part's machine is due, on its clock.
     pub(super) due: BTreeSet<(Time, usize)>,
+    /// What it remembers if it lies.
+    pub(super) liar: Liar,
 }
 
 /// What a driver knows of a peer.
@@ -66,8 +69,8 @@ pub(super) struct ReceiverSlot {
     pub(super) hashed: Coverage,
     /// Attention may read it.
     pub(super) shown: Coverage,
-    /// Questions of the machine that wait for their answer.
-    pub(super) hashing: u32,
+    /// What is being hashed.
+    pub(super) hashing: Vec<Rect>,
     /// Nothing more can be hashed.
     pub(super) unhashed: bool,
     /// Its grants, fences and hashes take long.
@@ -98,14 +101,14 @@ pub(super) struct SenderSlot {
     pub(super) ambushes: Vec<Ambush>,
 }
 
-/// What a decode rank takes for one request: a part from each prefill rank that has heads of its own.
+/// What a rank takes for one request: a part from each rank that has heads of its own.
 #[derive(Debug)]
 pub(super) struct Load {
     pub(super) blocks: Rc<Blocks>,
-    pub(super) ends: BTreeMap<usize, Option<ReceiverEnd>>,
+    pub(super) parts: Parts<usize, Verdict>,
 }
 
-/// What a prefill rank lends for one request: a part to each decode rank that wants heads of its own.
+/// What a rank lends for one request: a part to each rank that wants heads of its own.
 #[derive(Debug)]
 pub(super) struct Leases {
     pub(super) blocks: Rc<Blocks>,
@@ -130,9 +133,13 @@ pub(super) enum Inbox {
         incarnation: u64,
         bytes: Vec<u8>,
     },
+    /// A write landed under one of its grants: how many cells, and what it is said to be.
     Landed {
+        link: usize,
         incarnation: u64,
         version: u16,
+        grant: u64,
+        cells: u64,
         wrote: Vec<u8>,
     },
     Posted {
@@ -164,6 +171,10 @@ pub(super) enum Inbox {
     },
     /// The engine will not take the request.
     Decline {
+        request: usize,
+    },
+    /// The engine does not want what a peer offered.
+    RefuseSpare {
         request: usize,
     },
     Computed {
@@ -215,7 +226,9 @@ impl Node {
             senders: BTreeMap::new(),
             loads: BTreeMap::new(),
             leases: BTreeMap::new(),
+            refused: BTreeSet::new(),
             due: BTreeSet::new(),
+            liar: Liar::default(),
         }
     }
 
@@ -266,7 +279,7 @@ impl Node {
                 &mut slot.due,
                 &mut slot.ambushes,
                 state,
-                (slot.machine.is_up(), slot.hashing > 0),
+                (slot.machine.is_up(), !slot.hashing.is_empty()),
             )
         } else if let Some(slot) = self.senders.get_mut(&part) {
             let state = AmbushState::Sender(slot.machine.kind());

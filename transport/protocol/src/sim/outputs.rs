@@ -55,7 +55,13 @@ impl World {
             }
             ReceiverOutput::Send(message) => return self.send(index, self.plan.parts[part].link, message),
             ReceiverOutput::Verify { generation, sequence, rect } => {
-                slot.hashing += 1;
+                if slot.shown.overlaps(rect) || slot.hashing.iter().any(|hashing| hashing.overlaps(rect)) {
+                    return Err(format!("invariant 3: part {part} takes {rect} a second time"));
+                }
+                slot.hashing.push(rect);
+                let grant = slot.grants.get(&generation).copied();
+                let grant = grant.ok_or_else(|| format!("part {part}: {rect} landed under no grant"))?;
+                self.grants.seal(grant, rect)?;
                 let wait = self.work(index, part, 6);
                 let input = Inbox::Digested { part, generation, sequence, rect };
                 self.after(wait, Event::Input { node: index, incarnation, input });
@@ -92,7 +98,7 @@ impl World {
         let Some(slot) = node.receivers.get_mut(&part) else { return Ok(()) };
         slot.shown.insert(rect).map_err(|error| error.to_string())?;
         node.memory.show(&slot.blocks, cells(rect, heads));
-        Ok(())
+        self.part_verified(index, part, rect)
     }
 
     fn sender_output(&mut self, index: usize, part: usize, output: SenderOutput) -> Result<(), String> {
@@ -128,7 +134,8 @@ impl World {
                     return Err(format!("invariant 4: the sender of part {part} ended with its lease"));
                 }
                 slot.finished = true;
-                self.ledger.sender_ended(part, &verdict)?;
+                let believes = !self.plan.lies(self.plan.parts[part].receiver);
+                self.ledger.sender_ended(part, &verdict, believes)?;
                 return self.part_sent(index, part, verdict);
             }
         }

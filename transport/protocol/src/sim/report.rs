@@ -16,6 +16,8 @@ pub struct Options {
     pub driver_bug: Option<DriverBug>,
     /// Keep a line for each step.
     pub trace: bool,
+    /// Every engine keeps to the protocol.
+    pub no_liars: bool,
     /// Every clock shows this much more, in microseconds: nothing else may change.
     pub epoch_us: u64,
 }
@@ -33,25 +35,31 @@ pub enum DriverBug {
     ReusedBeforeDrain,
     /// A request is over when its first rank says so.
     FirstRankSpeaks,
-    /// A request's good tokens are those of its best part.
-    BestPartCounts,
-    /// A part that failed leaves its siblings alone, and the load is over with it.
-    SiblingsForgotten,
     /// Messages are written in the newest version that the writer knows, not in the session's.
     NewestVersionSpoken,
+    /// Bytes that are being hashed, or were, may be written under the same grant.
+    NotSealed,
+    /// A grant takes the writes of any peer that knows its key.
+    GrantForAnybody,
+    /// What a write is said to be is believed, whichever grant it came under.
+    NotificationTrusted,
+    /// A word about a transfer is believed, whoever says it.
+    AnybodyHeard,
 }
 
 impl DriverBug {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::FenceLies,
         Self::OldIncarnationTaken,
         Self::NoTimers,
         Self::ReusedBeforeDrain,
         Self::FirstRankSpeaks,
-        Self::BestPartCounts,
-        Self::SiblingsForgotten,
         Self::NewestVersionSpoken,
+        Self::NotSealed,
+        Self::GrantForAnybody,
+        Self::NotificationTrusted,
+        Self::AnybodyHeard,
     ];
 }
 
@@ -70,7 +78,8 @@ pub struct Report {
     pub visits: Visits,
     /// How many transfers ended in each pair of verdicts (receiver, sender); `-` is a crash or a request that never came.
     pub verdicts: BTreeMap<(&'static str, &'static str), u64>,
-    /// How many requests ended how on their engine: `decode` or `prefill`, and the verdict.
+    /// How many requests ended how on their engine: what it did (`load` what its peer did `lease`, or `take` what it did `return`), and the
+    /// verdict.
     pub requests: BTreeMap<(&'static str, &'static str), u64>,
     /// What happened beside, how often: faults, refusals and the like.
     pub events: BTreeMap<&'static str, u64>,
@@ -120,6 +129,10 @@ impl fmt::Display for Report {
         let (all, seen) = (legal.clone().count(), legal.filter(|pair| pair.count > 0).count());
         let refused = pairs.iter().filter(|pair| !pair.takes && pair.count > 0).count();
         writeln!(f, "pairs of state and input: {seen} of {all} that fit, {refused} that do not fit")?;
+        let words = pairs.iter().filter(|pair| pair.lies);
+        let (all, heard) = (words.clone().count(), words.filter(|pair| pair.lied > 0).count());
+        let new = pairs.iter().filter(|pair| pair.count == 0 && pair.lied > 0).count();
+        writeln!(f, "words of liars in a state: {heard} of {all}; {new} pairs that only they bring about")?;
         f.write_str(&self.visits.table())
     }
 }

@@ -19,6 +19,11 @@ impl Rng {
         range.start + self.next() % (range.end - range.start)
     }
 
+    /// One of some; `None` if there is none.
+    pub(super) fn one_of<'a, T>(&mut self, some: &'a [T]) -> Option<&'a T> {
+        if some.is_empty() { None } else { some.get(self.within(0..some.len() as u64) as usize) }
+    }
+
     /// True once in `times` on average; never if `times` is 0.
     pub(super) const fn once_in(&mut self, times: u64) -> bool {
         times > 0 && self.next().is_multiple_of(times)

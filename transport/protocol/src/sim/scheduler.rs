@@ -23,7 +23,7 @@ pub(super) struct Engine {
     pub(super) incarnation: u64,
     pub(super) alive: bool,
     pub(super) versions: VersionRange,
-    tokens_per_block: u32,
+    pub(super) tokens_per_block: u32,
     /// The last one freed is the first one used again, so that late bytes hit somebody.
     free: Vec<u32>,
     /// Requests that wait for blocks; the first is served first.
@@ -65,6 +65,10 @@ pub(super) enum Step {
         request: usize,
         rank: usize,
         spoken: Spoken,
+    },
+    /// A peer offers blocks.
+    Offered {
+        request: usize,
     },
     /// The request waited long enough for blocks.
     GiveUp {
@@ -112,11 +116,15 @@ impl Engine {
 impl World {
     pub(super) fn engine_step(&mut self, engine: usize, incarnation: Option<u64>, step: Step) -> Result<(), String> {
         let state = &self.engines[engine];
-        if !state.alive || incarnation.is_some_and(|incarnation| incarnation != state.incarnation) {
+        if self.plan.engines[engine].lies
+            || !state.alive
+            || incarnation.is_some_and(|incarnation| incarnation != state.incarnation)
+        {
             return Ok(());
         }
         match step {
             Step::Begin { request } => self.admit(engine, request),
+            Step::Offered { request } => self.offered(engine, request),
             Step::Whim { request, whim } => self.whim(engine, request, whim),
             Step::Report { request, rank, spoken } => self.rank_spoke(engine, request, rank, spoken),
             Step::GiveUp { request } => {
@@ -129,18 +137,19 @@ impl World {
         }
     }
 
-    pub(super) fn decodes(&self, engine: usize) -> bool {
-        engine >= self.plan.prefills
+    /// Whether an engine is the one that receives a request's bytes.
+    pub(super) fn receives(&self, engine: usize, request: usize) -> bool {
+        self.plan.requests[request].to == engine
     }
 
-    fn engine_later(&mut self, engine: usize, wait: u64, step: Step) {
+    pub(super) fn engine_later(&mut self, engine: usize, wait: u64, step: Step) {
         let incarnation = Some(self.engines[engine].incarnation);
         self.after(wait, Event::Engine { engine, incarnation, step });
     }
 
     fn admit(&mut self, engine: usize, request: usize) -> Result<(), String> {
-        let decodes = self.decodes(engine);
-        self.ledger.began(request, decodes)?;
+        let receives = self.receives(engine, request);
+        self.ledger.began(request, receives)?;
         if self.start(engine, request) {
             return Ok(());
         }
@@ -155,9 +164,9 @@ impl World {
         Ok(())
     }
 
-    fn start(&mut self, engine: usize, request: usize) -> bool {
+    pub(super) fn start(&mut self, engine: usize, request: usize) -> bool {
         let plan = &self.plan.requests[request];
-        let (first, end) = if self.decodes(engine) { (plan.local, plan.tokens) } else { (0, plan.held) };
+        let (first, end) = if self.receives(engine, request) { (plan.local, plan.tokens) } else { (0, plan.held) };
         let Some(blocks) = self.engines[engine].allocate(request, first, end) else { return false };
         let blocks = Rc::new(blocks);
         let nodes = self.plan.engines[engine].nodes.clone();
@@ -175,15 +184,15 @@ impl World {
 
     /// Refused in writing: the peers hear it from every rank.
     fn refuse(&mut self, engine: usize, request: usize) -> Result<(), String> {
-        let decodes = self.decodes(engine);
-        self.ledger.request_ended(request, decodes)?;
+        let receives = self.receives(engine, request);
+        self.ledger.request_ended(request, receives)?;
         self.report.count("requests refused for want of blocks");
         self.tell(engine, |_| true, || Inbox::Decline { request });
         Ok(())
     }
 
     /// Tells some ranks of an engine; what a rank is told arrives in order.
-    fn tell(&mut self, engine: usize, whom: impl Fn(usize) -> bool, input: impl Fn() -> Inbox) {
+    pub(super) fn tell(&mut self, engine: usize, whom: impl Fn(usize) -> bool, input: impl Fn() -> Inbox) {
         for (rank, node) in self.plan.engines[engine].nodes.clone().enumerate() {
             if !whom(rank) {
                 continue;
@@ -219,7 +228,7 @@ impl World {
     }
 
     fn rank_spoke(&mut self, engine: usize, request: usize, rank: usize, spoken: Spoken) -> Result<(), String> {
-        let decodes = self.decodes(engine);
+        let receives = self.receives(engine, request);
         let Some(running) = self.engines[engine].running.get_mut(&request) else {
             return Err(format!("invariant 2: rank {rank} speaks of request {request}, which is over"));
         };
@@ -230,7 +239,7 @@ impl World {
         if running.spoken.iter().all(Option::is_some) || self.options.driver_bug == Some(DriverBug::FirstRankSpeaks) {
             return self.request_over(engine, request);
         }
-        if failed && decodes && self.plan.cancel_ranks && !std::mem::replace(&mut running.told, true) {
+        if failed && receives && self.plan.cancel_ranks && !std::mem::replace(&mut running.told, true) {
             let silent: Vec<bool> = running.spoken.iter().map(Option::is_none).collect();
             self.tell(engine, |rank| silent[rank], || Inbox::Cancel { request });
         }
@@ -239,8 +248,8 @@ impl World {
 
     /// All ranks have spoken.
     fn request_over(&mut self, engine: usize, request: usize) -> Result<(), String> {
-        let decodes = self.decodes(engine);
-        self.ledger.request_ended(request, decodes)?;
+        let receives = self.receives(engine, request);
+        self.ledger.request_ended(request, receives)?;
         let Some(running) = self.engines[engine].running.get_mut(&request) else { return Ok(()) };
         running.over = true;
         let preempted = running.preempted;
@@ -248,9 +257,14 @@ impl World {
         let verdict = spoken.clone().find(|spoken| spoken.verdict != Verdict::Done);
         let verdict = verdict.map_or(Verdict::Done, |spoken| spoken.verdict.clone());
         let good = spoken.map(|spoken| spoken.good).min().unwrap_or_default();
-        let side = if decodes { "decode" } else { "prefill" };
+        let side = match (self.plan.requests[request].returns, receives) {
+            (false, true) => "load",
+            (false, false) => "lease",
+            (true, true) => "take",
+            (true, false) => "return",
+        };
         *self.report.requests.entry((side, verdict.name())).or_default() += 1;
-        if decodes {
+        if receives {
             self.ledger.check_request(&self.plan, request, &verdict)?;
             self.check_good(engine, request, good)?;
             if verdict == Verdict::Done && good != self.plan.requests[request].tokens {
@@ -259,7 +273,7 @@ impl World {
         }
         if preempted {
             self.use_otherwise(engine, request)?;
-        } else if !(decodes && verdict == Verdict::Done) {
+        } else if !(receives && verdict == Verdict::Done) {
             return self.free(engine, request);
         }
         self.engine_later(engine, self.plan.requests[request].hold, Step::Free { request });
@@ -279,14 +293,14 @@ impl World {
 
     fn free(&mut self, engine: usize, request: usize) -> Result<(), String> {
         let Some(running) = self.engines[engine].running.remove(&request) else { return Ok(()) };
-        let (blocks, decodes) = (running.blocks, self.decodes(engine));
+        let (blocks, receives) = (running.blocks, self.receives(engine, request));
         let done = running.spoken.iter().flatten().all(|spoken| spoken.verdict == Verdict::Done);
         for node in self.plan.engines[engine].nodes.clone() {
             if running.preempted {
                 self.nodes[node].memory.clean(&blocks)?;
                 continue;
             }
-            if decodes && done {
+            if receives && done {
                 let plan = &self.plan.requests[request];
                 self.check_tokens(node, &blocks, plan.local..plan.tokens, "invariant 3: read")?;
             }
@@ -312,7 +326,7 @@ impl World {
         Ok(())
     }
 
-    /// All layers and heads of some tokens hold what they must.
+    /// All layers and heads of some tokens hold what they must; what comes from a liar is only looked at.
     pub(super) fn check_tokens(
         &self,
         node: usize,
@@ -332,9 +346,9 @@ impl World {
         heads: std::ops::Range<u16>,
         what: &str,
     ) -> Result<(), String> {
-        let salt = self.plan.requests[blocks.request].salt;
+        let (salt, known) = (self.plan.requests[blocks.request].salt, !self.plan.has_liar(blocks.request));
         for cell in cells(rect, heads) {
-            if self.nodes[node].memory.read(blocks, cell)? != content(salt, cell) {
+            if self.nodes[node].memory.read(blocks, cell)? != content(salt, cell) && known {
                 let (token, layer, head) = cell;
                 let request = blocks.request;
                 return Err(format!("{what}: token {token} layer {layer} head {head} of request {request} is wrong"));

@@ -100,6 +100,11 @@ pub(super) enum Event {
         postponed: u32,
     },
     Fault(Fault),
+    /// A rank that lies says or writes something.
+    Lie {
+        node: usize,
+        incarnation: u64,
+    },
     Restart {
         engine: usize,
     },
@@ -170,7 +175,7 @@ pub fn run(seed: u64, options: &Options) -> Result<Report, Box<Violation>> {
 impl World {
     fn new(seed: u64, options: Options) -> Self {
         let mut rng = Rng::new(seed);
-        let plan = Plan::draw(&mut rng);
+        let plan = Plan::draw(&mut rng, !options.no_liars);
         let mut nodes: Vec<Node> =
             (0..plan.nodes.len()).map(|node| Node::new(&plan, node, 1, options.epoch_us)).collect();
         nodes.iter_mut().for_each(|node| node.early.plant(options.planted));
@@ -178,7 +183,10 @@ impl World {
         let links = plan.links.iter().map(|link| Link::new(link.ends)).collect();
         let ledger = Ledger::new(plan.requests.len(), plan.parts.len());
         let transfers = plan.parts.len() as u64;
-        let report = Report { runs: 1, transfers, most_transfers: transfers, ..Report::default() };
+        let mut report = Report { runs: 1, transfers, most_transfers: transfers, ..Report::default() };
+        if plan.engines.iter().any(|engine| engine.lies) {
+            report.count("runs with a liar");
+        }
         let mut world = Self {
             now: 0,
             queue: Queue::default(),
@@ -206,11 +214,18 @@ impl World {
             self.after(at, Event::Fault(fault));
         }
         for (request, plan) in self.plan.requests.clone().into_iter().enumerate() {
-            for (at, engine) in [(plan.decode_at, plan.decode), (plan.prefill_at, plan.prefill)] {
-                self.after(at, Event::Engine { engine, incarnation: None, step: Step::Begin { request } });
+            self.after(
+                plan.from_at,
+                Event::Engine { engine: plan.from, incarnation: None, step: Step::Begin { request } },
+            );
+            if !plan.returns {
+                self.after(
+                    plan.to_at,
+                    Event::Engine { engine: plan.to, incarnation: None, step: Step::Begin { request } },
+                );
             }
-            for (at, decode, whim) in plan.whims {
-                let engine = if decode { plan.decode } else { plan.prefill };
+            for (at, receiver, whim) in plan.whims {
+                let engine = if receiver { plan.to } else { plan.from };
                 self.after(at, Event::Engine { engine, incarnation: None, step: Step::Whim { request, whim } });
             }
         }
@@ -255,6 +270,7 @@ impl World {
             | Event::Timer { .. }
             | Event::Limit { .. }
             | Event::Fault(_)
+            | Event::Lie { .. }
             | Event::Restart { .. } => return None,
         };
         Some(self.nodes[node].stopped_until).filter(|&until| until > self.now)
@@ -292,6 +308,7 @@ impl World {
                 return self.check_limit(node, incarnation, part, postponed);
             }
             Event::Fault(fault) => self.fault(fault),
+            Event::Lie { node, incarnation } => return self.lie(node, incarnation),
             Event::Restart { engine } => self.restart(engine),
         }
         Ok(())

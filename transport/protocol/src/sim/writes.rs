@@ -1,16 +1,17 @@
 //! Grants and writes, as a transport promises them and no better.
 //!
 //! A write's pieces leave and land one by one, whenever they like, in no order to messages. A piece lands only under a live grant
-//! of its own session; the receiver's side ends a session, or revokes.
+//! of its own session, and only inside what was granted and not sealed since; the receiver's side ends a session, or revokes.
+//!
+//! A rank that lies may post anything under any key that it knows; an honest one posts what its machine asked for.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use crate::ids::Generation;
 use crate::message::Wrote;
-use crate::transfer::{GrantRefusal, PostOutcome, Rect};
+use crate::transfer::{Coverage, GrantRefusal, PostOutcome, Rect};
 
-use super::links::{DECODE, PREFILL};
 use super::memory::{Blocks, Cell, cells, digest};
 use super::node::Inbox;
 use super::plan::MS;
@@ -28,11 +29,16 @@ pub(super) struct Grants {
 #[derive(Debug)]
 pub(super) struct GrantRecord {
     part: usize,
+    link: usize,
     incarnation: u64,
     prefill_incarnation: u64,
     session: u64,
     generation: Generation,
     blocks: Rc<Blocks>,
+    /// What may be written.
+    missing: Coverage,
+    /// The part of it that is hashed, or was, and takes no more bytes.
+    sealed: Coverage,
     live: bool,
     /// Bytes land although it is dead: a planted bug.
     leaks: bool,
@@ -50,12 +56,15 @@ pub(super) struct Writes {
 #[derive(Debug)]
 struct Write {
     part: usize,
+    link: usize,
+    /// From, to.
     ends: [usize; 2],
     incarnation: u64,
     session: u64,
     grant: u64,
     wrote: Wrote,
-    source: Rc<Blocks>,
+    /// Where its bytes are read when they leave; those of a liar are made up.
+    source: Option<Rc<Blocks>>,
     cells: Vec<Cell>,
     pieces: Vec<Piece>,
     /// Pieces that may still leave or land.
@@ -74,6 +83,21 @@ struct Piece {
     landed: bool,
 }
 
+/// A write as a rank that lies makes it.
+#[derive(Debug)]
+pub(super) struct Lie {
+    pub(super) link: usize,
+    pub(super) part: usize,
+    pub(super) grant: u64,
+    /// What it is said to be.
+    pub(super) wrote: Wrote,
+    /// What it is.
+    pub(super) cells: Vec<(Cell, u64)>,
+}
+
+const FROM: usize = 0;
+const TO: usize = 1;
+
 impl Grants {
     pub(super) fn is_live(&self, grant: u64) -> bool {
         self.records.get(&grant).is_some_and(|grant| grant.live)
@@ -81,6 +105,34 @@ impl Grants {
 
     pub(super) fn any_live(&self) -> Option<usize> {
         self.records.values().find(|grant| grant.live).map(|grant| grant.part)
+    }
+
+    /// Which part a grant was made for.
+    pub(super) fn part(&self, grant: u64) -> Option<usize> {
+        self.records.get(&grant).map(|grant| grant.part)
+    }
+
+    /// For which part a grant was made, under which generation, and what it asks for.
+    pub(super) fn describe(&self, grant: u64) -> Option<(usize, Generation, Vec<Rect>)> {
+        let grant = self.records.get(&grant)?;
+        Some((grant.part, grant.generation, grant.missing.rects().collect()))
+    }
+
+    /// A live grant of any rank.
+    pub(super) fn some_live(&self, which: u64) -> Option<u64> {
+        let live = self.records.iter().filter(|(_, grant)| grant.live).map(|(&id, _)| id);
+        let count = live.clone().count() as u64;
+        live.into_iter().nth(which.checked_rem(count)? as usize)
+    }
+
+    /// Bytes are to be hashed: they take no more.
+    pub(super) fn seal(&mut self, grant: u64, rect: Rect) -> Result<(), String> {
+        let Some(record) = self.records.get_mut(&grant) else { return Err(format!("there is no grant {grant}")) };
+        let part = record.part;
+        if !record.missing.contains(rect) {
+            return Err(format!("invariant 1: part {part} takes {rect}, which is outside its grant"));
+        }
+        record.sealed.insert(rect).map_err(|error| error.to_string())
     }
 
     fn hear_of(&mut self, grant: u64, landed: Inbox) {
@@ -99,11 +151,11 @@ impl Grants {
 
 impl Writes {
     pub(super) fn process_that_sends(&self, write: u64) -> Option<usize> {
-        self.records.get(&write).filter(|write| !write.device).map(|write| write.ends[PREFILL])
+        self.records.get(&write).filter(|write| !write.device).map(|write| write.ends[FROM])
     }
 
     pub(super) fn process_that_receives(&self, write: u64) -> Option<usize> {
-        self.records.get(&write).filter(|write| !write.device).map(|write| write.ends[DECODE])
+        self.records.get(&write).filter(|write| !write.device).map(|write| write.ends[TO])
     }
 
     pub(super) fn generation(&self, write: u64) -> Option<Generation> {
@@ -115,11 +167,13 @@ impl Writes {
     }
 
     pub(super) fn any_open(&self) -> Option<usize> {
-        self.records.values().find(|write| !write.ended).map(|write| write.part)
+        self.records.values().find(|write| !write.ended && write.source.is_some()).map(|write| write.part)
     }
 
     fn forget_if_over(&mut self, id: u64) {
-        if self.records.get(&id).is_some_and(|write| write.ended && write.on_the_way == 0) {
+        // Nobody waits for the end of a liar's.
+        let over = |write: &Write| (write.ended || write.source.is_none()) && write.on_the_way == 0;
+        if self.records.get(&id).is_some_and(over) {
             self.records.remove(&id);
         }
     }
@@ -150,7 +204,7 @@ impl World {
         let grant = if full {
             Err(GrantRefusal::Impossible("too many grants".into()))
         } else {
-            self.make_grant(index, part, generation).ok_or(GrantRefusal::NotConnected)
+            self.make_grant(index, part, generation, missing).ok_or(GrantRefusal::NotConnected)
         };
         let node = &mut self.nodes[index];
         if let (Ok(grant), Some(slot)) = (&grant, node.receivers.get_mut(&part)) {
@@ -163,21 +217,24 @@ impl World {
     }
 
     /// The transport makes a grant; `None` if there is no session.
-    fn make_grant(&mut self, decode: usize, part: usize, generation: Generation) -> Option<u64> {
-        let link = &self.links[self.plan.parts[part].link];
-        let node = &self.nodes[decode];
-        let view = node.views.get(&self.plan.parts[part].link)?;
-        if !link.up[DECODE] || !view.up || view.session != link.session {
+    fn make_grant(&mut self, receiver: usize, part: usize, generation: Generation, missing: &[Rect]) -> Option<u64> {
+        let number = self.plan.parts[part].link;
+        let (link, node) = (&self.links[number], &self.nodes[receiver]);
+        let view = node.views.get(&number)?;
+        if !link.up[link.side_of(receiver)] || !view.up || view.session != link.session {
             return None;
         }
         let blocks = Rc::clone(&node.receivers.get(&part)?.blocks);
         let record = GrantRecord {
             part,
+            link: number,
             incarnation: node.incarnation,
             prefill_incarnation: view.incarnation,
             session: link.session,
             generation,
             blocks,
+            missing: Coverage::of(missing).ok()?,
+            sealed: Coverage::new(),
             live: true,
             leaks: false,
             unheard: VecDeque::new(),
@@ -206,14 +263,14 @@ impl World {
     pub(super) fn notify(&mut self, grant: u64) -> bool {
         let Some(record) = self.grants.records.get_mut(&grant) else { return false };
         let Some(landed) = record.unheard.pop_front() else { return false };
-        let (node, incarnation) = (self.plan.parts[record.part].decode, record.incarnation);
+        let (node, incarnation) = (self.plan.parts[record.part].receiver, record.incarnation);
         self.input(node, incarnation, landed);
         true
     }
 
-    /// The decode side of a session ended: its grants are dead.
-    pub(super) fn kill_grants(&mut self, link: usize) {
-        let node = &self.nodes[self.links[link].ends[DECODE]];
+    /// A session ended on a side: what it granted is dead.
+    pub(super) fn kill_grants(&mut self, link: usize, side: usize) {
+        let node = &self.nodes[self.links[link].ends[side]];
         let slots = self.plan.links[link].parts.iter().filter_map(|part| node.receivers.get(part));
         for &grant in slots.flat_map(|slot| slot.grants.values()) {
             self.grants.kill(grant, false);
@@ -233,9 +290,9 @@ impl World {
         }
     }
 
-    /// Posts on a link whose end was not told.
-    pub(super) fn posts_on(&self, link: usize) -> Vec<u64> {
-        let node = &self.nodes[self.links[link].ends[PREFILL]];
+    /// Posts of a side of a link whose end was not told.
+    pub(super) fn posts_on(&self, link: usize, side: usize) -> Vec<u64> {
+        let node = &self.nodes[self.links[link].ends[side]];
         let slots = self.plan.links[link].parts.iter().filter_map(|part| node.senders.get(part));
         slots.flat_map(|slot| slot.writes.iter().copied()).collect()
     }
@@ -264,12 +321,13 @@ impl World {
         let on_the_way = pieces.len();
         let write = Write {
             part,
-            ends: [from, plan.decode],
+            link: plan.link,
+            ends: [from, plan.receiver],
             incarnation: node.incarnation,
             session: self.links[plan.link].session,
             grant,
             wrote,
-            source: Rc::clone(&slot.blocks),
+            source: Some(Rc::clone(&slot.blocks)),
             cells,
             pieces,
             on_the_way,
@@ -301,7 +359,12 @@ impl World {
     pub(super) fn depart(&mut self, id: u64, piece: usize) -> Result<(), String> {
         let corrupt = self.rng.once_in(self.plan.odds.corrupt);
         let Some(write) = self.writes.records.get_mut(&id) else { return Ok(()) };
-        let node = &self.nodes[write.ends[PREFILL]];
+        let Some(source) = &write.source else {
+            let wait = self.delay(25);
+            self.after(wait, Event::Land { write: id, piece });
+            return Ok(());
+        };
+        let node = &self.nodes[write.ends[FROM]];
         if write.ended || node.incarnation != write.incarnation {
             write.on_the_way -= 1;
             self.writes.forget_if_over(id);
@@ -309,7 +372,7 @@ impl World {
         }
         let mut values = Vec::new();
         for &cell in &write.cells[write.pieces[piece].cells.clone()] {
-            values.push(node.memory.read_for_transfer(&write.source, cell)?);
+            values.push(node.memory.read_for_transfer(source, cell)?);
         }
         if corrupt && let Some(value) = values.first_mut() {
             *value ^= 1 << 17;
@@ -323,25 +386,25 @@ impl World {
 
     pub(super) fn land(&mut self, id: u64, piece: usize) -> Result<(), String> {
         let Some(write) = self.writes.records.get_mut(&id) else { return Ok(()) };
-        let (to, part) = (write.ends[DECODE], write.part);
-        let link = self.plan.parts[part].link;
-        let blocked = self.links[link].blocked_for(DECODE, self.now);
+        let (link, part, [from, to]) = (write.link, write.part, write.ends);
+        let blocked = self.links[link].blocked_for(self.links[link].side_of(to), self.now);
         if blocked > 0 {
             self.after(blocked, Event::Land { write: id, piece });
             return Ok(());
         }
         write.on_the_way -= 1;
-        let Some(grant) = self.grants.records.get(&write.grant) else { return Ok(()) };
-        let receiver = &mut self.nodes[to];
-        let takes = (grant.live || grant.leaks)
-            && receiver.incarnation == grant.incarnation
-            && (grant.part, grant.session) == (write.part, write.session);
-        if !takes {
+        if self.plan.lies(to) {
+            self.lands_on_a_liar(id);
+            return Ok(());
+        }
+        if !self.takes(id, piece) {
             self.writes.forget_if_over(id);
-            let wait = self.way_back(link, part, 25);
+            let wait = self.way_back(link, from, part, 25);
             self.after(wait, Event::PostEnds { write: id, outcome: PostOutcome::Lost });
             return Ok(());
         }
+        let (Some(write), receiver) = (self.writes.records.get_mut(&id), &mut self.nodes[to]) else { return Ok(()) };
+        let Some(grant) = self.grants.records.get(&write.grant) else { return Ok(()) };
         if grant.prefill_incarnation != write.incarnation {
             let old = write.incarnation;
             return Err(format!("invariant 5: a write of incarnation {old} lands under a newer one's grant"));
@@ -353,16 +416,88 @@ impl World {
         piece.landed = true;
         if write.pieces.iter().all(|piece| piece.landed) {
             let (incarnation, version) = (write.incarnation, self.links[link].version);
-            let (grant, wrote) = (write.grant, versions::encode_wrote(version, &write.wrote)?);
-            self.grants.hear_of(grant, Inbox::Landed { incarnation, version, wrote });
+            let (grant, cells) = (write.grant, write.cells.len() as u64);
+            let wrote = versions::encode_wrote(version, &write.wrote)?;
+            self.grants.hear_of(grant, Inbox::Landed { link, incarnation, version, grant, cells, wrote });
             let late = if self.rng.once_in(3) { 500 } else { 60 };
             let wait = if self.rng.once_in(self.plan.odds.late_words) { self.rng.within(0..late * MS) } else { 0 };
             self.after(wait, Event::Notify { grant });
-            let wait = self.way_back(link, part, 25);
+            let wait = self.way_back(link, from, part, 25);
             self.after(wait, Event::PostEnds { write: id, outcome: PostOutcome::Taken });
         }
         self.writes.forget_if_over(id);
         Ok(())
+    }
+
+    /// Whether the receiver's transport places a piece: under a live grant to this peer, and, where it is not one that an honest driver
+    /// asked for, inside what is granted and not sealed.
+    fn takes(&self, id: u64, piece: usize) -> bool {
+        let Some(write) = self.writes.records.get(&id) else { return false };
+        let Some(grant) = self.grants.records.get(&write.grant) else { return false };
+        let owner = &self.plan.parts[grant.part];
+        let to_this_peer = (grant.link, grant.session) == (write.link, write.session)
+            || (self.options.driver_bug == Some(DriverBug::GrantForAnybody) && owner.receiver == write.ends[TO]);
+        let live = (grant.live || grant.leaks) && self.nodes[write.ends[TO]].incarnation == grant.incarnation;
+        if !(live && to_this_peer) {
+            return false;
+        }
+        if write.source.is_some() {
+            return grant.part == write.part;
+        }
+        let seals = self.options.driver_bug != Some(DriverBug::NotSealed);
+        write.cells[write.pieces[piece].cells.clone()].iter().all(|&(token, layer, head)| {
+            let Ok(cell) = Rect::new(token..token.saturating_add(1), layer..layer.saturating_add(1)) else {
+                return false;
+            };
+            owner.heads.contains(&head) && grant.missing.contains(cell) && !(seals && grant.sealed.contains(cell))
+        })
+    }
+
+    /// A write reaches a rank that lies: it says how it ended when it likes, or lets the session end first.
+    fn lands_on_a_liar(&mut self, id: u64) {
+        let Some(write) = self.writes.records.get(&id).filter(|write| write.on_the_way == 0) else { return };
+        let (link, part, [from, _]) = (write.link, write.part, write.ends);
+        let outcome = if self.rng.once_in(5) { PostOutcome::Lost } else { PostOutcome::Taken };
+        let wait = if self.rng.once_in(8) { self.rng.within(300..1500) * MS } else { 0 };
+        let wait = wait + self.way_back(link, from, part, 25);
+        self.after(wait, Event::PostEnds { write: id, outcome });
+    }
+
+    /// A rank that lies posts a write, in pieces that land when they like.
+    pub(super) fn post_lie(&mut self, from: usize, lie: Lie) {
+        let Lie { link, part, grant, wrote, cells } = lie;
+        let to = self.links[link].ends[1 - self.links[link].side_of(from)];
+        let size = cells.len().div_ceil(self.rng.within(1..4) as usize).max(1);
+        let (cells, values): (Vec<Cell>, Vec<u64>) = cells.into_iter().unzip();
+        let pieces: Vec<Piece> = (0..cells.len())
+            .step_by(size)
+            .map(|first| first..(first + size).min(cells.len()))
+            .map(|cells| Piece { values: values[cells.clone()].to_vec(), cells, landed: false })
+            .collect();
+        let on_the_way = pieces.len();
+        let write = Write {
+            part,
+            link,
+            ends: [from, to],
+            incarnation: self.nodes[from].incarnation,
+            session: self.links[link].session,
+            grant,
+            wrote,
+            source: None,
+            cells,
+            pieces,
+            on_the_way,
+            ended: false,
+            device: self.rng.once_in(self.plan.odds.device),
+        };
+        self.writes.next += 1;
+        let id = self.writes.next;
+        self.writes.records.insert(id, write);
+        self.report.count("writes of liars");
+        for piece in 0..on_the_way {
+            let wait = self.delay(15);
+            self.after(wait, Event::Depart { write: id, piece });
+        }
     }
 
     pub(super) fn post_ends(&mut self, id: u64, outcome: PostOutcome) {
@@ -371,7 +506,7 @@ impl World {
             return;
         }
         let Wrote { generation, sequence, .. } = write.wrote;
-        let (node, incarnation, part) = (write.ends[PREFILL], write.incarnation, write.part);
+        let (node, incarnation, part) = (write.ends[FROM], write.incarnation, write.part);
         self.writes.forget_if_over(id);
         if self.nodes[node].incarnation != incarnation {
             return;

@@ -27,9 +27,9 @@ pub struct Early {
 /// How much is kept, and for how long.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct EarlyConfig {
-    /// The most messages in all.
+    /// The most messages in all, and the most refusals that are remembered.
     pub max_messages: usize,
-    /// The most messages of one peer.
+    /// The most messages of one peer, and the most refusals.
     pub max_messages_per_peer: usize,
     /// How long one is kept.
     pub ttl: Duration,
@@ -145,9 +145,8 @@ impl Early {
     pub fn decline(&mut self, now: Time, peer: &PeerId, transfer: TransferId, text: &str) -> Option<Message> {
         let key = (peer.clone(), transfer);
         let said = self.kept.remove(&key);
-        if self.declined.len() >= self.config.max_messages {
-            let oldest = self.declined.iter().min_by_key(|(_, declined)| declined.expires).map(|(key, _)| key.clone());
-            oldest.and_then(|oldest| self.declined.remove(&oldest));
+        if !self.declined.contains_key(&key) {
+            self.forget_a_refusal(peer);
         }
         let expires = now + self.config.ttl;
         self.declined.insert(key, Declined { text: text.to_owned(), expires });
@@ -214,10 +213,26 @@ impl Early {
         }
     }
 
+    /// How many refusals to a peer are remembered.
+    #[must_use]
+    pub fn declined_to(&self, peer: &PeerId) -> usize {
+        let first = (peer.clone(), TransferId::new(0));
+        let last = (peer.clone(), TransferId::new(u128::MAX));
+        self.declined.range(first..=last).count()
+    }
+
     /// How many refusals are remembered.
     #[must_use]
     pub fn declined_len(&self) -> usize {
         self.declined.len()
+    }
+
+    /// How many messages of a peer are kept.
+    #[must_use]
+    pub fn kept_of(&self, peer: &PeerId) -> usize {
+        let first = (peer.clone(), TransferId::new(0));
+        let last = (peer.clone(), TransferId::new(u128::MAX));
+        self.kept.range(first..=last).count()
     }
 
     /// How many messages are kept.
@@ -244,11 +259,29 @@ impl Early {
         self.bug = Bug::plant(bug);
     }
 
+    /// Makes room for one more refusal to a peer. What a peer says leads to refusals, so one that says much loses its own first.
+    fn forget_a_refusal(&mut self, peer: &PeerId) {
+        let whose = if self.bug.is(Planted::DeclinedUnshared) {
+            if self.declined.len() < self.config.max_messages {
+                return;
+            }
+            None
+        } else if self.declined_to(peer) >= self.config.max_messages_per_peer {
+            Some(peer.clone())
+        } else if self.declined.len() >= self.config.max_messages {
+            let mut refusals: BTreeMap<&PeerId, usize> = BTreeMap::new();
+            self.declined.keys().for_each(|(of, _)| *refusals.entry(of).or_default() += 1);
+            refusals.into_iter().max_by_key(|&(_, refusals)| refusals).map(|(of, _)| of.clone())
+        } else {
+            return;
+        };
+        let of_them = self.declined.iter().filter(|((of, _), _)| whose.as_ref().is_none_or(|whose| of == whose));
+        let oldest = of_them.min_by_key(|(_, declined)| declined.expires).map(|(key, _)| key.clone());
+        oldest.and_then(|oldest| self.declined.remove(&oldest));
+    }
+
     fn has_room(&self, peer: &PeerId) -> bool {
-        let first = (peer.clone(), TransferId::new(0));
-        let last = (peer.clone(), TransferId::new(u128::MAX));
-        let of_peer = self.kept.range(first..=last).count();
-        self.kept.len() < self.config.max_messages && of_peer < self.config.max_messages_per_peer
+        self.kept.len() < self.config.max_messages && self.kept_of(peer) < self.config.max_messages_per_peer
     }
 
     fn keep(&mut self, now: Time, key: (PeerId, TransferId), message: Message) -> Option<Message> {

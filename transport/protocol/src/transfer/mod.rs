@@ -1,4 +1,5 @@
-//! The two machines of a transfer: [`Receiver`] and [`Sender`], one pair for each (transfer, peer endpoint).
+//! The two machines of a transfer: [`Receiver`] and [`Sender`], one pair for each (transfer, peer endpoint); and [`Parts`], which makes
+//! one load of several transfers.
 //!
 //! Sans-io: a driver hands in one input with the time, then performs every output until `poll_output` is `None`, then sleeps
 //! until `poll_timeout` and calls `timeout`. An input that does not fit the state is a typed error, is counted, and changes
@@ -29,6 +30,7 @@ mod early;
 mod input;
 mod lease;
 mod output;
+mod parts;
 mod planted;
 mod receiver;
 mod rect;
@@ -44,6 +46,7 @@ pub use input::{InputCounts, InputError};
 pub use lease::LeaseVisits;
 pub use lease::{Lease, LeaseOver};
 pub use output::{Order, PostOutcome, ReceiverEnd, ReceiverOutput, SenderOutput};
+pub use parts::{Parts, PartsEnd, PartsError, PartsStep};
 #[cfg(feature = "sim")]
 pub use planted::Planted;
 pub use receiver::{GrantRefusal, Receiver, ReceiverConfig, ReceiverConfigError, ReceiverStats};

@@ -50,12 +50,30 @@ pub enum Planted {
     EarlyKeptForever,
     /// Early messages are kept beyond their limit.
     EarlyUnbounded,
+    /// The receiver takes a write outside its grant.
+    OutsideGrantTaken,
+    /// The receiver takes a write over bytes that landed before.
+    OverlapTaken,
+    /// The receiver takes a write's number twice.
+    SequenceTwice,
+    /// The receiver takes an abort that says done for done.
+    AbortDoneTaken,
+    /// The receiver takes the sender's end that says done for its own.
+    EndedDoneTaken,
+    /// A peer's refusals push out those of others.
+    DeclinedUnshared,
+    /// A load is good as far as its best part is.
+    BestPartCounts,
+    /// A part that failed leaves its siblings alone, and the load is over with it.
+    SiblingsForgotten,
+    /// A layer is complete when one of its parts is.
+    LayerOfOnePart,
 }
 
 #[cfg(feature = "sim")]
 impl Planted {
     /// All of them.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 32] = [
         Self::FinishBeforeFence,
         Self::VisibleBeforeDigest,
         Self::DigestIgnored,
@@ -79,6 +97,15 @@ impl Planted {
         Self::RegrantForgotten,
         Self::EarlyKeptForever,
         Self::EarlyUnbounded,
+        Self::OutsideGrantTaken,
+        Self::OverlapTaken,
+        Self::SequenceTwice,
+        Self::AbortDoneTaken,
+        Self::EndedDoneTaken,
+        Self::DeclinedUnshared,
+        Self::BestPartCounts,
+        Self::SiblingsForgotten,
+        Self::LayerOfOnePart,
     ];
 }
 

@@ -76,7 +76,7 @@ fn both_sides_prove_themselves_and_learn_who_the_other_is() {
     let (mut dialler, mut listener) = peers(7, VERSIONS);
     let (established, said) = talk(&mut dialler, &mut listener, |_, _| {});
     let established = established.unwrap().unwrap();
-    assert_eq!(established.version, 1);
+    assert_eq!(established.version, VERSIONS.max);
     assert_eq!(established.verdict, Verdict::Peer(identity("l", 77)));
     assert_eq!(said.unwrap(), Some(Identity::Peer(identity("d", 0))));
     assert_eq!((dialler.wants(), listener.wants()), (0, 0));
@@ -117,9 +117,15 @@ fn versions_without_overlap_are_named_on_both_sides() {
     let (mut dialler, mut listener) = peers(7, VersionRange { min: 8, max: 9 });
     let hello = dialler.poll_output().unwrap();
     let refused = listener.feed(&hello).unwrap_err();
-    assert_eq!(refused, HandshakeError::Version { our_min: 1, our_max: 1, their_min: 8, their_max: 9 });
+    assert_eq!(
+        refused,
+        HandshakeError::Version { our_min: VERSIONS.min, our_max: VERSIONS.max, their_min: 8, their_max: 9 }
+    );
     let refused = dialler.feed(&listener.poll_output().unwrap()).unwrap_err();
-    assert_eq!(refused, HandshakeError::Version { our_min: 8, our_max: 9, their_min: 1, their_max: 1 });
+    assert_eq!(
+        refused,
+        HandshakeError::Version { our_min: 8, our_max: 9, their_min: VERSIONS.min, their_max: VERSIONS.max }
+    );
 }
 
 #[test]

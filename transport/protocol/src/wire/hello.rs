@@ -13,8 +13,8 @@ const KIND_HELLO: u8 = 1;
 const KIND_CHALLENGE: u8 = 2;
 const NONCE_AT: usize = 16;
 
-/// The protocol versions that this release speaks.
-pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 1 };
+/// The protocol versions that this release speaks; [`codec`](crate::codec) says what each has.
+pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 2 };
 
 /// Protocol versions, both ends included.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,6 +26,12 @@ pub struct VersionRange {
 }
 
 impl VersionRange {
+    /// The same without what is newer than `newest`: an endpoint that speaks as an older release does. Never empty.
+    #[must_use]
+    pub fn up_to(self, newest: u16) -> Self {
+        Self { min: self.min, max: self.max.min(newest).max(self.min) }
+    }
+
     /// The newest version that both speak.
     #[must_use]
     pub fn newest_common(self, other: Self) -> Option<u16> {

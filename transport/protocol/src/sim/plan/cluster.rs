@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::ids::TpRank;
 use crate::layout::heads_of;
-use crate::wire::VersionRange;
+use crate::wire::{VERSIONS, VersionRange};
 
 use super::{Rng, Size, Weather, index};
 
@@ -19,6 +19,8 @@ pub(in crate::sim) struct EnginePlan {
     pub(in crate::sim) versions: VersionRange,
     /// The same after a restart: a rolling upgrade.
     pub(in crate::sim) upgraded: VersionRange,
+    /// It holds the cluster's key, and says and writes what it likes.
+    pub(in crate::sim) lies: bool,
 }
 
 /// One rank of an engine: one process with its own memory.
@@ -98,6 +100,7 @@ pub(super) fn draw(rng: &mut Rng, size: Size, weather: Weather) -> (Vec<EnginePl
             tokens_per_block: [2, 4, 8][index(rng, 0..3)],
             versions,
             upgraded: if rng.once_in(3) { draw_versions(rng, weather) } else { versions },
+            lies: false,
         });
     }
     (engines, prefills, nodes, heads)
@@ -106,10 +109,11 @@ pub(super) fn draw(rng: &mut Rng, size: Size, weather: Weather) -> (Vec<EnginePl
 /// This release, and the ones before and after it: neighbours share a version, others may not.
 fn draw_versions(rng: &mut Rng, weather: Weather) -> VersionRange {
     match rng.within(0..24) {
-        0..=1 => range(1, 2),
+        0..=1 => range(1, 1),
         2 if weather == Weather::Rough => range(2, 3),
         3 => range(1, 3),
-        _ => range(1, 1),
+        4 if weather == Weather::Rough => range(3, 4),
+        _ => VERSIONS,
     }
 }
 

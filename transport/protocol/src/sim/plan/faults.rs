@@ -57,6 +57,8 @@ pub(in crate::sim) enum Act {
     Unhash,
     /// The peer says its last words again.
     Repeat,
+    /// A peer that lies says all that there is to say.
+    Lie,
     /// Grants, fences, hashes and ends of posts take long from now on, and the session ends.
     HoldDown,
     /// The same, and what is being hashed cannot be.
@@ -179,6 +181,29 @@ impl Ambush {
 }
 
 impl Act {
+    /// Whether nothing more lies in wait for the state that it leads to.
+    pub(in crate::sim) const fn leads_nowhere(self) -> bool {
+        match self {
+            Self::Cancel
+            | Self::CancelPeer
+            | Self::Fail
+            | Self::Cut
+            | Self::CrashPeer
+            | Self::Stop
+            | Self::Jump
+            | Self::JumpPeer
+            | Self::JumpPeerWord
+            | Self::Repeat
+            | Self::Lie => true,
+            Self::Down
+            | Self::Unhash
+            | Self::HoldDown
+            | Self::HoldDownUnhash
+            | Self::HoldCancel
+            | Self::HoldCancelPeer => false,
+        }
+    }
+
     fn draw(rng: &mut Rng) -> Self {
         match rng.within(0..18) {
             0..=2 => Self::Cancel,

@@ -76,7 +76,8 @@ pub(super) const MS: u64 = 1000;
 pub(super) const LAYERS: u16 = 3;
 
 impl Plan {
-    pub(super) fn draw(rng: &mut Rng) -> Self {
+    /// All that will happen. With `liars`, an engine of one run in four lies; what else happens is the same without.
+    pub(super) fn draw(rng: &mut Rng, liars: bool) -> Self {
         let size = if rng.once_in(250) {
             Size::Large
         } else if rng.once_in(12) {
@@ -116,7 +117,32 @@ impl Plan {
         };
         requests::draw(rng, &mut plan, size, heads, span);
         plan.faults = faults::draw(rng, &plan, size, span);
+        let (one_lies, which) = (rng.once_in(4), index(rng, 0..plan.engines.len()));
+        plan.engines[which].lies = one_lies && liars;
         plan
+    }
+
+    /// Whether a rank is one of an engine that lies.
+    pub(super) fn lies(&self, node: usize) -> bool {
+        self.engines[self.nodes[node].engine].lies
+    }
+
+    /// Whether either end of a request lies: what its bytes are is between the two.
+    pub(super) fn has_liar(&self, request: usize) -> bool {
+        let Request { from, to, .. } = self.requests[request];
+        self.engines[from].lies || self.engines[to].lies
+    }
+
+    /// The rank at the other end of a link.
+    pub(super) fn peer_of(&self, link: usize, node: usize) -> usize {
+        let [a, b] = self.links[link].ends;
+        if node == a { b } else { a }
+    }
+
+    /// The rank at the other end of a part.
+    pub(super) fn peer_in(&self, part: usize, node: usize) -> usize {
+        let Part { sender, receiver, .. } = self.parts[part];
+        if node == sender { receiver } else { sender }
     }
 }
 

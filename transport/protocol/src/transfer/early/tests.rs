@@ -140,3 +140,21 @@ fn what_the_engine_declines_is_answered_now_and_when_it_comes() {
     }
     assert_eq!(early.message(at(100), &alice, grant(2, 0)), None, "it is not remembered for ever");
 }
+
+#[test]
+fn a_peer_that_says_much_pushes_out_its_own_refusals_first() {
+    let (mut early, alice, bob, carol) = (table(), peer("alice"), peer("bob"), peer("carol"));
+    assert_eq!(early.decline(at(0), &alice, id(1), "no room"), None);
+    let ended = |number| Message::Ended(Ended { transfer: id(number), verdict: Verdict::Cancelled });
+    for number in 10..20 {
+        assert_eq!(early.message(at(1), &bob, ended(number)), None);
+    }
+    assert_eq!((early.declined_to(&alice), early.declined_to(&bob)), (1, 2), "two are for each peer");
+    assert!(early.is_declined(&bob, id(19)) && early.is_declined(&bob, id(18)), "the newest are kept");
+    // The table takes four: who has most of them gives one up.
+    for number in 30..32 {
+        assert_eq!(early.decline(at(2), &carol, id(number), "no room"), None);
+    }
+    assert!(early.is_declined(&alice, id(1)), "the one refusal to a silent peer stands");
+    assert_eq!(early.declined_len(), 4);
+}

@@ -91,7 +91,7 @@ impl Receiver {
 
     fn abort(&mut self, now: Time, abort: Abort) -> Result<(), InputError> {
         let verdict = match abort.why {
-            Verdict::Done if self.bug.is(Planted::AbortIsDone) => Verdict::Done,
+            Verdict::Done if self.bug.is(Planted::AbortIsDone) || self.bug.is(Planted::AbortDoneTaken) => Verdict::Done,
             Verdict::Done => self.violation("it aborted with the verdict Done"),
             Verdict::Failed(_) | Verdict::Cancelled if self.bug.is(Planted::AbortIsDone) => Verdict::Done,
             Verdict::Failed(failure) => Verdict::Failed(failure),
@@ -128,6 +128,7 @@ impl Receiver {
                 self.sender_ended = true;
                 let verdict = match ended.verdict {
                     Verdict::Failed(failure) => Verdict::Failed(failure),
+                    Verdict::Done if self.bug.is(Planted::EndedDoneTaken) => Verdict::Done,
                     Verdict::Done | Verdict::Cancelled => self.violation("it ended before the receiver's word"),
                 };
                 self.end(now, verdict);

@@ -1,0 +1,265 @@
+//! The scheduler half beside an engine that hears of completions from its workers.
+//!
+//! The engine frees a sent request's blocks when its *workers* say so, but only the scheduler half knows whether the engine has left them
+//! with it: a transfer may end before its request does. So the half decides, and the workers say it in the next step: `released` goes down
+//! with that step's metadata, and each worker hands it to the engine once.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvferry::config::Role;
+use kvferry::contract::{
+    EngineFinish, Hold, Match, Request, RequestId, ScheduledRequest, ScheduledStep, Scheduler as _, StepResults,
+    TransferParams,
+};
+use kvferry::pd::{PdScheduler, SchedulerOptions};
+use kvferry_protocol::{BlockId, TransferId};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::config::Config;
+use crate::error::{self, BindingError};
+use crate::params::{self, Parsed};
+
+/// The half of the connector that stands beside the engine's scheduler. Bookkeeping only: nothing here waits or talks to a peer.
+#[pyclass(frozen, module = "kvferry._kvferry")]
+#[derive(Debug)]
+pub(crate) struct Scheduler {
+    engine_id: String,
+    role: Role,
+    tp_size: u16,
+    tokens_per_block: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    half: PdScheduler,
+    /// Where this engine's workers listen, by rank.
+    addresses: Vec<SocketAddr>,
+    /// Requests with a part in a transfer, until the engine finishes them.
+    requests: BTreeMap<RequestId, Known>,
+    /// Requests whose blocks the engine left here.
+    held: BTreeSet<RequestId>,
+    /// Those of them that the workers must give back.
+    released: Vec<RequestId>,
+}
+
+#[derive(Debug)]
+struct Known {
+    request: Request,
+    /// Whether this side drew the transfer's id, so that it may draw another.
+    is_drawn: bool,
+    /// Whether it was ever given blocks.
+    is_admitted: bool,
+}
+
+#[pymethods]
+impl Scheduler {
+    /// `whole_blocks`: the engine's kernels pack a block's tokens in an order of their own, so blocks travel as they are.
+    #[new]
+    #[pyo3(signature = (config, *, tokens_per_block, whole_blocks))]
+    fn new(config: &Config, tokens_per_block: u32, whole_blocks: bool) -> PyResult<Self> {
+        let per_block = NonZeroU32::new(tokens_per_block);
+        let per_block = per_block.ok_or_else(|| error::value("tokens_per_block is 0".to_owned()))?;
+        let options = SchedulerOptions { tokens_per_block: per_block, reporters: config.tp_size(), layerwise: false };
+        let half = PdScheduler::new(options);
+        let half = if whole_blocks { half.with_whole_blocks() } else { half };
+        let (addresses, requests, held, released) = Default::default();
+        Ok(Self {
+            engine_id: config.engine_id().to_owned(),
+            role: config.role(),
+            tp_size: config.tp_size(),
+            tokens_per_block,
+            state: Mutex::new(State { half, addresses, requests, held, released }),
+        })
+    }
+
+    /// Where this engine's workers listen, `IP:port` by rank.
+    fn set_addresses(&self, addresses: Vec<String>) -> PyResult<()> {
+        let parse = |text: &String| text.parse().map_err(|_| error::value(format!("{text:?} is no IP:port")));
+        self.lock().addresses = addresses.iter().map(parse).collect::<PyResult<_>>()?;
+        Ok(())
+    }
+
+    /// A request came: `params` are its `kv_transfer_params`, `max_tokens` how many tokens it may generate.
+    ///
+    /// Raises ValueError for params that make no sense here; the request is then computed without a transfer.
+    fn add(
+        &self,
+        request_id: &str,
+        prompt_tokens: u32,
+        max_tokens: u32,
+        params: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let Some(params) = params else { return Ok(()) };
+        let Some(Parsed { params, is_drawn }) = params::parse(request_id, params, self.tp_size)? else { return Ok(()) };
+        self.refuse_what_cannot_be(request_id, &params, max_tokens)?;
+        let id = RequestId::new(request_id);
+        let request = Request { id: id.clone(), prompt_tokens, params: Some(params), hashes: Arc::default() };
+        self.lock().requests.insert(id, Known { request, is_drawn, is_admitted: false });
+        Ok(())
+    }
+
+    /// How many tokens beyond the block-aligned local hit a peer provides; always asynchronously.
+    fn matched_tokens(&self, request_id: &str, local_tokens: u32) -> u32 {
+        let state = self.lock();
+        let Some(known) = state.requests.get(&RequestId::new(request_id)) else { return 0 };
+        match state.half.matched_tokens(&known.request, local_tokens) {
+            Match::Async(tokens) | Match::Sync(tokens) => tokens.get(),
+            Match::None | Match::Later => 0,
+        }
+    }
+
+    /// A request was given blocks; `external_tokens` of its prompt are to be loaded.
+    fn allocated(&self, request_id: &str, blocks: Vec<u32>, external_tokens: u32) -> PyResult<()> {
+        let mut state = self.lock();
+        let State { half, requests, .. } = &mut *state;
+        let Some(known) = requests.get_mut(&RequestId::new(request_id)) else { return Ok(()) };
+        known.is_admitted = true;
+        let blocks: Vec<BlockId> = blocks.into_iter().map(BlockId::new).collect();
+        // The engine does not say where its local hit ends, but a load always reaches the prompt's end.
+        let local = if external_tokens > 0 { known.request.prompt_tokens.saturating_sub(external_tokens) } else { 0 };
+        Ok(half.allocated(&known.request, &blocks, local, external_tokens).map_err(BindingError::from)?)
+    }
+
+    /// Requests of which `build_step` must hear when they are scheduled.
+    fn unsaved(&self) -> Vec<String> {
+        self.lock().half.unsaved().map(ToString::to_string).collect()
+    }
+
+    /// What the workers must do in this step: the metadata's bytes, or None if nothing, whether requests lost their blocks, and the requests
+    /// that the workers give back to the engine. `scheduled`: id, first and last position + 1 that the step computes, all blocks.
+    fn build_step<'py>(
+        &self,
+        py: Python<'py>,
+        scheduled: Vec<(String, u32, u32, Vec<u32>)>,
+        preempted: Vec<String>,
+    ) -> PyResult<(Option<Bound<'py, PyBytes>>, bool, Vec<String>)> {
+        let mut state = self.lock();
+        state.preempted(&preempted)?;
+        let request = |(id, start, end, blocks): (String, u32, u32, Vec<u32>)| ScheduledRequest {
+            id: RequestId::new(&id),
+            tokens: start..end,
+            blocks: blocks.into_iter().map(BlockId::new).collect(),
+        };
+        let meta = state.half.build_step(&ScheduledStep { requests: scheduled.into_iter().map(request).collect() });
+        let released = std::mem::take(&mut state.released).iter().map(ToString::to_string).collect();
+        let has_preempted = !meta.preempted.is_empty();
+        if meta.is_empty() && meta.settled.is_empty() {
+            return Ok((None, false, released));
+        }
+        let bytes = meta.to_bytes().map_err(BindingError::from)?;
+        Ok((Some(PyBytes::new(py, &bytes)), has_preempted, released))
+    }
+
+    /// The engine has finished a request: whether its blocks stay here, and what the router is told. `is_complete`: it ended by itself, not
+    /// by an abort or an error.
+    fn finished<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+        blocks: Vec<u32>,
+        is_complete: bool,
+    ) -> PyResult<(bool, Option<Bound<'py, PyDict>>)> {
+        let mut state = self.lock();
+        let id = RequestId::new(request_id);
+        let Some(known) = state.requests.remove(&id) else { return Ok((false, None)) };
+        if !known.is_admitted {
+            state.half.unadmitted(&known.request);
+            return Ok((false, None));
+        }
+        let how = if is_complete { EngineFinish::Complete } else { EngineFinish::Aborted };
+        let blocks: Vec<BlockId> = blocks.into_iter().map(BlockId::new).collect();
+        let hold = state.half.finished(&id, &blocks, how);
+        if matches!(known.request.params, Some(TransferParams::Fetch { .. })) {
+            // The engine itself holds the blocks of a load until its workers have reported its end.
+            return Ok((false, None));
+        }
+        let Hold::Until { transfer, .. } = hold else { return Ok((false, None)) };
+        state.held.insert(id);
+        let transfer: Option<TransferId> = transfer.filter(|_| is_complete);
+        let answer =
+            |transfer| params::answer(py, &self.engine_id, transfer, &state.addresses, known.request.prompt_tokens);
+        Ok((true, transfer.map(answer).transpose()?))
+    }
+
+    /// Takes what the workers reported, one entry a rank; returns requests whose KV nobody takes any more, though the engine still computes
+    /// them.
+    fn apply(&self, results: Vec<Bound<'_, PyBytes>>) -> PyResult<Vec<String>> {
+        let results: Result<Vec<_>, _> =
+            results.iter().map(|bytes| StepResults::from_bytes(bytes.as_bytes())).collect();
+        let mut state = self.lock();
+        let applied = state.half.apply(results.map_err(BindingError::from)?);
+        for id in applied.released {
+            if state.held.remove(&id) {
+                state.released.push(id);
+            }
+        }
+        Ok(applied.unwanted.iter().map(ToString::to_string).collect())
+    }
+
+    /// Whether the engine must go on stepping although it may have nothing to compute.
+    fn has_pending(&self) -> bool {
+        let state = self.lock();
+        state.half.has_pending() || !state.released.is_empty()
+    }
+
+    /// Reports of workers about what nobody awaited: late or duplicate, counted and dropped.
+    #[getter]
+    fn unknown_results(&self) -> u64 {
+        self.lock().half.unknown_results()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Scheduler(engine {}, {} tokens a block)", self.engine_id, self.tokens_per_block)
+    }
+}
+
+impl Scheduler {
+    fn refuse_what_cannot_be(
+        &self,
+        request: &str,
+        params: &TransferParams,
+        max_tokens: u32,
+    ) -> Result<(), BindingError> {
+        let refuse = |problem: String| Err(BindingError::Params { request: request.to_owned(), problem });
+        match params {
+            TransferParams::Fetch { .. } if self.role == Role::Prefill => {
+                refuse("do_remote_prefill on a kv_producer: write kv_role kv_consumer or kv_both".to_owned())
+            }
+            TransferParams::Keep { .. } if self.role == Role::Decode => {
+                refuse("do_remote_decode on a kv_consumer: write kv_role kv_producer or kv_both".to_owned())
+            }
+            // What it generated would be written beside the prompt's end while that is being read.
+            TransferParams::Keep { .. } if max_tokens > 1 => refuse(format!(
+                "do_remote_decode with max_tokens = {max_tokens}: send the prefill leg with max_tokens = 1"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// What was kept of them is over. Under an id of our own they are kept anew when they come back; an id that the router gave is spent.
+    fn preempted(&mut self, requests: &[String]) -> Result<(), BindingError> {
+        if requests.is_empty() {
+            return Ok(());
+        }
+        let ids: Vec<RequestId> = requests.iter().map(|id| RequestId::new(id)).collect();
+        for id in &ids {
+            let Some(known) = self.requests.get_mut(id).filter(|known| known.is_drawn) else { continue };
+            if let Some(TransferParams::Keep { transfer, .. }) = &mut known.request.params {
+                *transfer = params::draw()?;
+            }
+        }
+        self.half.preempted(&ids);
+        Ok(())
+    }
+}

@@ -1,0 +1,194 @@
+"""Prompts carried between two engines of one process, over TCP, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+from engine import PAGE, TOKENS, Engine, ModelFacts, wait_for
+
+
+def blocks_for(tokens: int, first: int) -> list[int]:
+    """Blocks that do not follow each other."""
+    return [first + 3 * index % 11 for index in range(-(-tokens // TOKENS))]
+
+
+def assert_carried(prefill: Engine, decode: Engine, ours: list[int], theirs: list[int]) -> None:
+    assert decode.memory.pages(theirs) == prefill.memory.pages(ours)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 97])
+def test_a_prompt_is_carried_when_prefill_is_asked_first(engines, tokens):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    ours, theirs = blocks_for(tokens, 2), blocks_for(tokens, 12)
+    params = prefill.prefill("a", tokens, ours, seed=1, params={"do_remote_decode": True, "remote_host": None})
+    assert (params["remote_num_tokens"], params["remote_addresses"]) == (tokens, [prefill.worker.address])
+    untouched = decode.memory.pages([0, 1, 23])
+    decode.load("b", tokens, theirs, params)
+    wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
+    assert not decode.failed and not decode.bad_blocks
+    assert_carried(prefill, decode, ours, theirs)
+    assert decode.memory.pages([0, 1, 23]) == untouched
+    wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
+    assert decode.scheduler.matched_tokens("b", 0) == 0, "a request is loaded once"
+    assert decode.scheduler.finished("b", theirs, True) == (False, None)
+    for engine in (prefill, decode):
+        wait_for("rest", lambda: not engine.scheduler.has_pending(), engine)
+        assert (engine.scheduler.unknown_results, engine.worker.unknown_results) == (0, 0)
+    assert decode.worker.counters()["received_bytes"] == len(theirs) * 3 * PAGE
+
+
+def test_a_prompt_is_carried_when_both_are_asked_at_once(engines):
+    prefill, decode = engines("p", "both"), engines("d", "both")
+    ours, theirs = blocks_for(97, 2), blocks_for(97, 12)
+    decode.load("b", 97, theirs, {"do_remote_prefill": True, "transfer_id": "x-1", "remote_addresses": [prefill.worker.address]})
+    for _ in range(20):
+        decode.step()
+    assert decode.received == []
+    params = prefill.prefill("a", 97, ours, seed=2, params={"do_remote_decode": True, "transfer_id": "x-1"})
+    wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
+    assert_carried(prefill, decode, ours, theirs)
+    wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
+    assert params["transfer_id"] != "x-1", "a name that is no number of 128 bits is hashed"
+
+
+def test_chunks_of_a_prompt_are_carried_as_they_are_computed(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    ours, theirs = blocks_for(97, 2), blocks_for(97, 12)
+    decode.load("b", 97, theirs, {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [prefill.worker.address]})
+    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.scheduler.allocated("a", ours, 0)
+    prefill.step([("a", 0, 40, ours[:2])], forward=lambda: prefill.memory.fill(ours[:2], 5))
+    prefill.step([("a", 40, 80, ours[:3])], forward=lambda: prefill.memory.fill(ours[:3], 5))
+    prefill.step([("a", 80, 97, ours)], forward=lambda: prefill.memory.fill(ours, 5))
+    assert prefill.scheduler.unsaved() == []
+    prefill.scheduler.finished("a", ours, True)
+    wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
+    assert not decode.failed
+    assert_carried(prefill, decode, ours, theirs)
+
+
+def test_only_what_is_behind_a_local_prefix_is_carried(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    ours, theirs = blocks_for(97, 2), blocks_for(97, 12)
+    params = prefill.prefill("a", 97, ours, seed=1, params={"do_remote_decode": True})
+    before = decode.memory.pages(theirs[:2])
+    decode.load("b", 97, theirs, params, local=2 * TOKENS)
+    wait_for("the load", lambda: decode.received == ["b"], decode)
+    assert decode.memory.pages(theirs[:2]) == before
+    assert_carried(prefill, decode, ours[2:], theirs[2:])
+
+
+def test_a_full_local_hit_lets_prefill_go_and_tells_the_engine_nothing(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    decode.scheduler.add("b", 64, 8, params)
+    decode.scheduler.allocated("b", [4, 5], 0)
+    wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
+    assert (decode.received, decode.worker.unknown_results) == ([], 1)
+
+
+def test_a_request_that_ends_before_it_is_admitted_lets_the_other_side_go(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    decode.scheduler.add("b", 64, 8, params)
+    assert decode.scheduler.finished("b", [], False) == (False, None)
+    assert decode.scheduler.has_pending(), "the engine must step once more"
+    wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
+
+    decode.load("c", 64, [4, 5], {"do_remote_prefill": True, "transfer_id": "y", "remote_addresses": [prefill.worker.address]})
+    wait_for("a session", lambda: "kvferry_early_grants_live 1" in prefill.worker.metrics(), decode)
+    prefill.scheduler.add("never", 64, 1, {"do_remote_decode": True, "transfer_id": "y"})
+    assert prefill.scheduler.finished("never", [], False) == (False, None)
+    wait_for("the failure", lambda: decode.received == ["c"], decode, prefill)
+    assert decode.bad_blocks == {4, 5} and "gave the request up" in decode.failed["c"]
+    assert prefill.released == ["a"]
+
+
+def test_an_abort_of_decode_is_reported_once_and_frees_both_sides(engines):
+    prefill, decode = engines("p", "prefill", options={"link_gbps": 0.001}), engines("d", "decode")
+    params = prefill.prefill("a", 97, [2, 3, 4, 5], seed=1, params={"do_remote_decode": True})
+    decode.load("b", 97, [6, 7, 8, 9], params)
+    wait_for("first bytes", lambda: decode.worker.counters()["sessions_lost"] == 0 and prefill.worker.counters()["sent_bytes"] > 0, decode)
+    assert decode.scheduler.finished("b", [6, 7, 8, 9], False) == (False, None), "the engine holds them itself"
+    wait_for("the end", lambda: decode.received == ["b"], decode)
+    decode.memory.fill([6, 7, 8, 9], 77)
+    mine = decode.memory.pages([6, 7, 8, 9])
+    wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
+    assert decode.memory.pages([6, 7, 8, 9]) == mine, "nothing lands in blocks that were given back"
+    assert (decode.received, decode.worker.unknown_results) == (["b"], 0)
+
+
+def test_an_abort_of_prefill_fails_the_load_with_its_reason(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    decode.load("b", 97, [6, 7, 8, 9], {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [prefill.worker.address]})
+    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.scheduler.allocated("a", [2, 3, 4, 5], 0)
+    prefill.step([("a", 0, 40, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
+    held, answer = prefill.scheduler.finished("a", [2, 3], False)
+    assert (held, answer) == (True, None)
+    wait_for("both ends", lambda: decode.received == ["b"] and prefill.released == ["a"], prefill, decode)
+    assert "b" in decode.failed and decode.bad_blocks >= {7, 8, 9}
+
+
+def test_a_preempted_prompt_is_carried_under_a_new_id(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True})
+    prefill.scheduler.allocated("a", [2, 3, 4, 5], 0)
+    prefill.step([("a", 0, 40, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
+    prefill.step(preempted=["a"], forward=lambda: prefill.memory.fill([2, 3], 99))
+    prefill.scheduler.allocated("a", [10, 11, 12, 13], 0)
+    prefill.step([("a", 0, 97, [10, 11, 12, 13])], forward=lambda: prefill.memory.fill([10, 11, 12, 13], 3))
+    held, params = prefill.scheduler.finished("a", [10, 11, 12, 13], True)
+    assert held
+    decode.load("b", 97, [6, 7, 8, 9], params)
+    wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
+    assert not decode.failed
+    assert_carried(prefill, decode, [10, 11, 12, 13], [6, 7, 8, 9])
+    wait_for("the release", lambda: prefill.released == ["a"], prefill)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": ModelFacts(fingerprint="2c" * 32)}, "model_fingerprint"),
+        ({"model": ModelFacts(options=[("page", "CPU_ATTN amx, 32 tokens")])}, "options.page"),
+        ({"model": ModelFacts(rope_theta=5e5)}, "rope.theta"),
+        ({"psk_file": "other"}, "key"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_refused_with_the_reason(engines, tmp_path, changes, reason):
+    if "psk_file" in changes:
+        path = tmp_path / "other"
+        path.write_text("another key that nobody shares")
+        changes = {"psk_file": path}
+    prefill, decode = engines("p", "prefill"), engines("d", "decode", **changes)
+    params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    before = decode.memory.pages([6, 7])
+    decode.load("b", 64, [6, 7], params)
+    wait_for("the failure", lambda: decode.received == ["b"], decode)
+    assert reason in decode.failed["b"] and decode.bad_blocks == {6, 7}
+    assert decode.memory.pages([6, 7]) == before
+
+
+def test_a_prefill_engine_that_dies_fails_the_load_and_the_next_start_is_another(engines):
+    prefill = engines("p", "prefill", options={"link_gbps": 0.001})
+    decode = engines("d", "decode", options={"absent_deadline_ms": 500})
+    params = prefill.prefill("a", 97, [2, 3, 4, 5], seed=1, params={"do_remote_decode": True})
+    decode.load("b", 97, [6, 7, 8, 9], params)
+    wait_for("first bytes", lambda: prefill.worker.counters()["sent_bytes"] > 0, decode)
+    prefill.worker.shutdown(0.0)
+    wait_for("the failure", lambda: decode.received == ["b"], decode)
+    assert "b" in decode.failed and decode.bad_blocks
+
+    again = engines("p", "prefill")
+    params = again.prefill("a", 97, [2, 3, 4, 5], seed=2, params={"do_remote_decode": True})
+    decode.load("c", 97, [6, 7, 8, 9], params)
+    wait_for("the load", lambda: decode.received == ["b", "c"], decode, again)
+    assert "c" not in decode.failed
+    assert_carried(again, decode, [2, 3, 4, 5], [6, 7, 8, 9])
+
+
+def test_a_lease_that_nobody_takes_ends(engines):
+    prefill = engines("p", "prefill", options={"lease_ttl_ms": 300})
+    prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    wait_for("the release", lambda: prefill.released == ["a"], prefill)
+    assert prefill.worker.counters()["leases_expired"] == 1
