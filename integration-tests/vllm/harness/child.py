@@ -63,22 +63,28 @@ class Stepped:
         self.core = self.engine.engine_core.engine_core
         self.requests: dict[str, dict[str, Any]] = {}
         self.running = True
+        self.held = False
+        self.most_running = 0
 
     def run(self) -> None:
         self.connection.send(("ready", _facts(self.engine.vllm_config)))
         while self.running:
-            busy = self.core.scheduler.has_requests()
+            busy = self.has_work()
             # An engine without work waits for a command, as the engine core does.
             while self.running and self.connection.poll(0 if busy else None):
                 self.obey(*self.connection.recv())
-                busy = self.core.scheduler.has_requests()
+                busy = self.has_work()
             if busy:
                 self.step()
         self.engine.engine_core.shutdown()
 
+    def has_work(self) -> bool:
+        return not self.held and self.core.scheduler.has_requests()
+
     def step(self) -> None:
         for output in self.engine.step():
             self.tell(output)
+        self.most_running = max(self.most_running, len(self.core.scheduler.running))
         # Only transfers are left to wait for: their threads need the interpreter too.
         if not self.core.scheduler.running and self.core.scheduler.has_requests():
             time.sleep(IDLE_STEP_S)
@@ -103,6 +109,12 @@ class Stepped:
 
     def on_abort(self, request: str) -> None:
         self.engine.abort_request([request])
+
+    def on_hold(self, on: bool) -> int:
+        """Takes no step while held, so that requests begin together; tells how many ran together since the last call."""
+        self.held = on
+        most, self.most_running = self.most_running, 0
+        return most
 
     def on_state(self) -> dict[str, Any]:
         """The scheduler's and the block pool's own figures."""

@@ -8,9 +8,9 @@ class Proxy:
     """Carries connections to `port`; the one to dial is `self.port`."""
 
     def __init__(self, port: int, flip_at: int | None = None) -> None:
-        """`flip_at`: of each connection, the byte towards the dialler, counted from 0, of which one bit is turned."""
+        """`flip_at`: as for `flip`, from each connection's first byte on."""
         self._target = port
-        self._flip_at = flip_at
+        self._plan = (0, flip_at)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -42,10 +42,10 @@ class Proxy:
         with self._lock:
             return self._connections
 
-    def stop_flipping(self) -> None:
-        """What goes from here on arrives as it was sent."""
+    def flip(self, at: int | None) -> None:
+        """Turns one bit of the byte `at` (from 0) of what each connection carries towards the dialler from here on; None: of none."""
         with self._lock:
-            self._flip_at = None
+            self._plan = (self._plan[0] + 1, at)
 
     def close(self) -> None:
         """Cuts all connections and takes no more."""
@@ -80,27 +80,30 @@ class Proxy:
             threading.Thread(target=self._carry, args=(ours, theirs, True), daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket, towards_dialler: bool) -> None:
-        passed = 0
+        # Of this connection: the plan that was followed last, and the bytes that passed under it.
+        followed = (0, 0)
         try:
             while data := source.recv(1 << 16):
                 if towards_dialler:
-                    data = self._spoil(data, passed)
-                passed += len(data)
+                    data, followed = self._spoil(data, *followed)
                 sink.sendall(data)
         except OSError:
             pass
         for one in (source, sink):
             _close(one)
 
-    def _spoil(self, data: bytes, passed: int) -> bytes:
+    def _spoil(self, data: bytes, followed: int, passed: int) -> tuple[bytes, tuple[int, int]]:
         with self._lock:
+            plan, at = self._plan
+            if plan != followed:
+                passed = 0
             self._carried += len(data)
-            if self._flip_at is None or not passed <= self._flip_at < passed + len(data):
-                return data
-            self._flipped += 1
-            changed = bytearray(data)
-            changed[self._flip_at - passed] ^= 0x10
-            return bytes(changed)
+            if at is not None and passed <= at < passed + len(data):
+                self._flipped += 1
+                changed = bytearray(data)
+                changed[at - passed] ^= 0x10
+                data = bytes(changed)
+            return data, (plan, passed + len(data))
 
 
 def _close(one: socket.socket) -> None:

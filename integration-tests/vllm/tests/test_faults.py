@@ -10,8 +10,8 @@ from harness.model import OTHER_GEOMETRY, OTHER_WEIGHTS, make, prompt
 from harness.pair import Pair, engine, landed, pair
 from harness.process import EngineProcess, Handle
 
-SLOW = {"link_gbps": 0.004}
-"""Half a megabyte a second: a prompt of 900 tokens (3.7 MB) is caught in the middle."""
+SLOW = {"link_gbps": 0.008, "chunk_bytes": 65_536}
+"""A megabyte a second, in small pieces: a prompt of 900 tokens (3.7 MB) is caught in the middle."""
 LONG = 900
 RECEIVED = ("kvferry_transfer_bytes_total", 'side="receive"')
 SENT = ("kvferry_transfer_bytes_total", 'side="send"')

@@ -13,10 +13,12 @@ BLOCK = 32
 AROUND_BLOCKS = [1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257]
 LONG = [500, 1000, 1537]
 ANSWER = 16
+ORDERS = {"prefill first": 10_000, "decode first": 20_000}
 
 
 def check_hand_over(both: Pair, reference: EngineProcess, length: int, order: str) -> None:
-    tokens, name = prompt(length, seed=length), f"{order}-{length}"
+    # Texts of their own, so that neither engine has a part of them in its cache.
+    tokens, name = prompt(length, seed=length + ORDERS[order]), f"{order}-{length}"
     hand_over = both.hand_over if order == "prefill first" else both.hand_over_at_once
     answer = hand_over(tokens, ANSWER, name)
     wanted = reference.ask(name, tokens, ANSWER)
@@ -29,7 +31,7 @@ def check_hand_over(both: Pair, reference: EngineProcess, length: int, order: st
     assert answer.tokens == wanted.tokens
 
 
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_bytes_and_tokens_are_the_same_around_every_block_boundary(
     ferry: Pair, reference: EngineProcess, order: str
 ) -> None:
@@ -39,7 +41,7 @@ def test_bytes_and_tokens_are_the_same_around_every_block_boundary(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_bytes_and_tokens_are_the_same_for_long_prompts(ferry: Pair, reference: EngineProcess, order: str) -> None:
     for length in LONG:
         check_hand_over(ferry, reference, length, order)
@@ -105,8 +107,11 @@ class Run:
         self.prompts = [prompt(length, seed=length) for length in (31, 32, 33, 64, 65, 130, 257, 500)]
         alone = engine(folder, model, Connector(), "aggregated", dtype=dtype, prefix_caching=False).wait_ready()
         self.one_by_one = [alone.ask(f"a{i}", tokens, 32, margins=True) for i, tokens in enumerate(self.prompts)]
+        alone.call("hold", on=True)
         started = [alone.start(f"b{i}", tokens, 32, margins=True) for i, tokens in enumerate(self.prompts)]
+        alone.call("hold", on=False)
         together = [handle.answer() for handle in started]
+        assert alone.call("hold", on=False) == len(self.prompts)
         alone.close()
         # What a batch of another size does to the logits of the same text, in one engine without any transfer.
         self.noise = max(noise(*both) for both in zip(self.one_by_one, together))
@@ -134,8 +139,13 @@ def test_eight_at_a_time_differ_only_where_two_tokens_are_within_float_noise(
         both.wait_free()
         both.decode.call("reset_prefix_cache")
         both.prefill.call("reset_prefix_cache")
+        for engine_ in (both.prefill, both.decode):
+            engine_.call("hold", on=True)
         started = [both.start_at_once(tokens, 32, f"t{i}") for i, tokens in enumerate(run.prompts)]
+        for engine_ in (both.prefill, both.decode):
+            engine_.call("hold", on=False)
         together = [decoding.answer() for _, decoding in started]
+        assert both.decode.call("hold", on=False) > 1, "the requests did not run together"
         for name in [f"{kind}{i}" for kind in "ot" for i in range(len(run.prompts))]:
             source, arrived = computed(both.prefill, name), landed(both.decode, name)
             assert source is not None and arrived is not None
