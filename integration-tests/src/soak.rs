@@ -202,13 +202,12 @@ impl Shared {
     }
 }
 
+/// How often each fault was made.
+type FaultCounts = Vec<(&'static str, u64)>;
+
 /// Breaks things until the time is over, or something was found; returns how often each was, and what the survivors had when the first
 /// window was over.
-fn break_things(
-    cluster: &mut Cluster,
-    shared: &Shared,
-    mut chance: Chance,
-) -> (Vec<(&'static str, u64)>, Vec<(Usage, Pools)>) {
+fn break_things(cluster: &mut Cluster, shared: &Shared, mut chance: Chance) -> (FaultCounts, Vec<(Usage, Pools)>) {
     let mut counts: Vec<_> = FAULTS.iter().map(|fault| (*fault, 0)).collect();
     let mut warm = None;
     while shared.began.elapsed() < shared.options.duration && !shared.is_over() {
