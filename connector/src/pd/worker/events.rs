@@ -167,7 +167,9 @@ impl Driver {
         if let Message::Engine(bytes) = message {
             let message = Bytes::from(bytes.into_vec());
             if let Err(overflow) = self.unheard.hear(&self.messages, peer.clone(), message) {
-                self.board.metrics.messages_dropped_total.at(DropReason::Overflow).add(1);
+                // It says all of it again in its next session.
+                let dropped = self.unheard.peer_down(&peer) + 1;
+                self.board.metrics.messages_dropped_total.at(DropReason::Overflow).add(dropped);
                 tracing::warn!(%peer, %overflow, "an engine message was dropped, and its peer is sent away");
                 self.transport.disconnect(&peer, &overflow.to_string());
             }
