@@ -77,7 +77,13 @@ def test_17a_an_abort_after_the_end_does_not_free_what_is_not_sent(duo: Duo) -> 
 
 
 def test_17b_an_abort_before_the_end_frees_and_returns_no_params(make_duo: Maker) -> None:
-    duo = make_duo(prefill={"max_batched_tokens": 32})
+    # No deadline can end it within the test: it is the abort that does.
+    duo = make_duo(
+        prefill={"max_batched_tokens": 32},
+        prefill_config=dict.fromkeys(
+            ["lease_ttl_ms", "absent_deadline_ms", "transfer_deadline_ms", "verdict_timeout_ms"], 600_000
+        ),
+    )
     duo.prefill_now("r", prompt(80))
     duo.prefill.step()
     assert duo.prefill.used_blocks() > 0
@@ -88,7 +94,9 @@ def test_17b_an_abort_before_the_end_frees_and_returns_no_params(make_duo: Maker
 
 
 def test_18_blocks_that_nobody_fetches_come_back_and_a_late_consumer_is_refused(make_duo: Maker) -> None:
-    duo = make_duo(prefill_config={"lease_ttl_ms": 300}, decode_config={"transfer_deadline_ms": 3000})
+    # It is prefill's word that ends the late load, not a deadline of decode's.
+    patient = {"transfer_deadline_ms": 600_000, "progress_deadline_ms": 600_000, "absent_deadline_ms": 600_000}
+    duo = make_duo(prefill_config={"lease_ttl_ms": 300}, decode_config=patient)
     tokens = prompt(80)
     params = duo.prefilled("r", tokens)
     duo.until_free()
