@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Engine, HEADS, LAYERS, PATIENCE, Setup, fetch, keep, start_load};
+use common::{Engine, HEADS, LAYERS, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
 use kvferry::config::ConnectorConfig;
 use kvferry::contract::{Scheduler, Worker};
 use kvferry_protocol::digest::Digest;
@@ -16,6 +16,7 @@ use kvferry_protocol::message::{
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{EngineId, Generation, Incarnation, PeerId, PpRank, TpRank, TransferId, codec};
+use kvferry_transport::testing::{Flow, Proxy, ProxyPlan, Towards};
 use kvferry_transport::{
     Event, FaultPlan, GrantKey, LoopbackConfig, LoopbackNetwork, PeerAddress, Slab, Source, Transport, Write,
 };
@@ -172,6 +173,49 @@ fn preempting_a_send_does_not_wait_for_its_receivers_word() {
     prefill.worker.preempted(std::slice::from_ref(&source.id));
     assert!(begin.elapsed() < PATIENCE, "the model's thread stood still for {:?}", begin.elapsed());
     drop(prefill.cache.guard_write(&blocks, 0..LAYERS).expect("nothing reads the pages"));
+}
+
+#[test]
+fn preempting_a_send_does_not_wait_for_a_receiver_that_takes_bytes_and_answers_nothing() {
+    let make = |config: &ConnectorConfig, greeting| kvferry::open_transport(config, greeting).unwrap();
+    let extra = "transfer_deadline_ms = 600000\nverdict_timeout_ms = 600000\nsilence_deadline_ms = 600000";
+    let common = Setup { psk: Some("a key for the whole cluster"), extra, ..Setup::prefill() };
+    let mut prefill = Engine::new(&common, &make);
+    let mut decode = Engine::new(&Setup { name: "decode", role: "decode", ..common }, &make);
+    let PeerAddress::Tcp(address) = prefill.address() else { panic!("TCP") };
+    let proxy = Proxy::new(address, ProxyPlan::default());
+    let wanted = fetch("d", 1, 16, PeerAddress::Tcp(proxy.address()));
+    let target = decode.blocks(0, 16);
+    start_load(&mut decode, &wanted, &target, 0);
+    let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    let source = keep("p", 1, 16, Some(peer));
+    let blocks = prefill.blocks(0, 16);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    proxy.set_flow(Towards::Target, Flow::Hold);
+    let before = proxy.carried(Towards::Dialler);
+    prefill.prefill_step(&source, &blocks, 0..16);
+    // The prompt's K/V is longer than all that is said beside it.
+    let bytes = 16 * u64::from(LAYERS) * u64::from(HEADS) * 2 * 32;
+    let began = Instant::now();
+    while proxy.carried(Towards::Dialler) < before + bytes / 2 {
+        assert!(began.elapsed() < PATIENCE, "nothing is sent");
+        std::thread::yield_now();
+    }
+    let (done, is_done) = crossbeam_channel::bounded(1);
+    std::thread::scope(|scope| {
+        let worker = &mut prefill.worker;
+        let id = source.id.clone();
+        scope.spawn(move || {
+            worker.preempted(&[id]);
+            done.send(()).unwrap();
+        });
+        let outcome = is_done.recv_timeout(PATIENCE);
+        proxy.set_flow(Towards::Target, Flow::Pass);
+        outcome.expect("the model's thread does not stand still");
+    });
+    drop(prefill.cache.guard_write(&blocks, 0..LAYERS).expect("nothing reads the pages"));
+    decode.idle_until("the load's end", |applied| !applied.failed.is_empty() || !applied.loaded.is_empty());
+    wait_until_free(&mut prefill, &mut decode);
 }
 
 #[test]

@@ -78,8 +78,8 @@ pub trait Transport: Send + Sync + 'static {
     /// The write is handed back in [`PostError`]; nothing was sent then.
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>>;
 
-    /// Stops all posts under one grant of a peer: what was not handed to the network is dropped. Each ends in its one
-    /// [`Event::Posted`]; after the last one the sources are no longer read.
+    /// Stops all posts under one grant of a peer: what was not handed to the network is dropped. After this returns none of their
+    /// sources is read any more. Each ends in its one [`Event::Posted`], which may have to wait for the receiver's answer.
     fn cancel(&self, peer: &PeerId, grant: GrantKey);
 
     /// Moves events into `events`; waits up to `timeout` if there are none.

@@ -299,17 +299,25 @@ impl Driver {
         }
     }
 
-    /// Cancels what is under way of one generation. Each write still ends in `posted`.
+    /// Cancels what is under way of one generation. Each write still ends in `posted`: one that a mover has when the mover is done,
+    /// and one that the transport has at once, since nothing reads its source any more. The receiver's answer may take until its
+    /// session ends, and says nothing that matters: a receiver that goes on grants anew what it lacks.
     pub(super) fn cancel_posts(&mut self, transfer: TransferId, generation: Generation) {
         let mut keys = Vec::new();
-        for (write, pending) in &mut self.posting.writes {
-            if write.transfer == transfer && write.generation == generation {
-                pending.cancelled = true;
-                keys.push((pending.peer.clone(), pending.key));
-            }
+        let is_meant = |write: &WriteKey| write.transfer == transfer && write.generation == generation;
+        for (_, pending) in self.posting.writes.iter_mut().filter(|(write, _)| is_meant(write)) {
+            pending.cancelled = true;
+            keys.push((pending.peer.clone(), pending.key));
         }
         keys.dedup();
         keys.iter().for_each(|(peer, key)| self.transport.cancel(peer, *key));
+        let mut ended = Vec::new();
+        self.posting.posted.retain(|_, posted| {
+            let goes = is_meant(&posted.write);
+            ended.extend(goes.then_some(posted.write));
+            !goes
+        });
+        ended.into_iter().for_each(|write| self.posted(write, PostOutcome::Lost));
     }
 }
 
