@@ -90,8 +90,11 @@ fn dtype_of(name: &str) -> Result<KvDtype, BindingError> {
     }
 }
 
+/// An allocation: its first byte, and how many there are.
+type Span = (NonNull<u8>, usize);
+
 /// Where each layer begins, and the distinct allocations.
-fn places(layers: &[LayerTensor]) -> Result<(Vec<LayerBase>, Vec<(NonNull<u8>, usize)>), BindingError> {
+fn places(layers: &[LayerTensor]) -> Result<(Vec<LayerBase>, Vec<Span>), BindingError> {
     let mut numbers = BTreeMap::new();
     let (mut bases, mut regions) = (Vec::new(), Vec::new());
     for layer in layers {
