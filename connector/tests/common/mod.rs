@@ -28,7 +28,7 @@ pub(crate) const HEADS: u16 = 2;
 pub(crate) const DIM: usize = 8;
 
 /// How long a test waits for what must come.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One engine: a scheduler half, a worker half and a cache.
 pub(crate) struct Engine {
