@@ -68,8 +68,9 @@ class Scheduler:
     def set_addresses(self, addresses: list[str]) -> None:
         """Where this engine's workers listen, `IP:port` by rank."""
 
-    def add(self, request_id: str, prompt_tokens: int, max_tokens: int, params: dict[str, Any] | None) -> None:
-        """A request came, with its `kv_transfer_params`. Raises ValueError for params that make no sense here."""
+    def add(self, request_id: str, prompt: Sequence[int], more: str, max_tokens: int, params: dict[str, Any]) -> bool:
+        """A request came, with its `kv_transfer_params`; `more` says what beside the tokens decides its KV. Returns whether it has a part in a
+        transfer: not if another request of this engine had that part before. Raises ValueError for params that make no sense here."""
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """How many tokens beyond the block-aligned local hit a peer provides; always asynchronously."""

@@ -4,11 +4,12 @@
 //! |---|---|---|
 //! | `do_remote_decode` | prefill | keep the prompt's KV for a decode engine |
 //! | `do_remote_prefill` | decode | fetch it |
-//! | `transfer_id` | both | names the hand-over: 32 hexadecimal digits, or any text, which is hashed; prefill draws one if there is none |
+//! | `transfer_id` | both | names the hand-over, any text; prefill draws one if there is none. On the wire it is hashed together with the prompt, so a leg with another prompt finds nothing under it |
+//! | `remote_num_tokens` | decode | prefill's prompt; decode's must have as many tokens |
 //! | `remote_addresses` | decode | where prefill's workers listen, by tensor-parallel rank: `["10.0.0.7:7400"]` |
 //! | `remote_host`, `remote_port` | decode | the same, for workers on consecutive ports |
 //! | `remote_engine_id` | decode | prefill's engine; nobody else may answer, and a session that it dialled is used |
-//! | `tp_size` | both | ranks of the other side; prefill takes its own number if there is none |
+//! | `tp_size` | both | ranks of the other side, 1 to 1024; prefill takes its own number if there is none |
 //!
 //! Null is as good as absent, and other keys are left alone: routers send those of other connectors, too.
 
@@ -23,21 +24,57 @@ use sha2::{Digest, Sha256};
 
 use crate::error::BindingError;
 
-/// A request's part in a transfer, and whether this side drew its id.
+/// A request's part in a transfer: what the router calls it, and whether this side drew that name.
 #[derive(Debug)]
 pub(crate) struct Parsed {
     pub(crate) params: TransferParams,
+    pub(crate) name: String,
     pub(crate) is_drawn: bool,
 }
 
+/// What a prompt is: its tokens, and whatever else decides its KV.
+#[derive(Clone, Debug)]
+pub(crate) struct Prompt {
+    pub(crate) tokens: u32,
+    hash: [u8; 32],
+}
+
+impl Prompt {
+    /// `more` says in one canonical text what is not in the tokens: an adapter, images.
+    pub(crate) fn new(tokens: &[u32], more: &str) -> Self {
+        let mut hasher = Sha256::new();
+        hasher.update((tokens.len() as u64).to_le_bytes());
+        tokens.iter().for_each(|token| hasher.update(token.to_le_bytes()));
+        hasher.update(more.as_bytes());
+        // Prompts are far shorter than 2^32 tokens.
+        Self { tokens: tokens.len() as u32, hash: hasher.finalize().into() }
+    }
+
+    /// The id of a hand-over of this prompt: both sides make the same of the same name and the same prompt, and of nothing else.
+    pub(crate) fn transfer(&self, name: &str) -> TransferId {
+        let mut hasher = Sha256::new();
+        hasher.update(self.hash);
+        hasher.update(name.as_bytes());
+        let hash: [u8; 32] = hasher.finalize().into();
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&hash[..16]);
+        TransferId::new(u128::from_le_bytes(bytes))
+    }
+}
+
 /// Reads them; `None` for a request that stays here.
-pub(crate) fn parse(request: &str, said: &Bound<'_, PyDict>, own_tp_size: u16) -> Result<Option<Parsed>, BindingError> {
-    let said = Said { request, said };
+pub(crate) fn parse(
+    request: &str,
+    said: &Bound<'_, PyDict>,
+    prompt: &Prompt,
+    own_tp_size: u16,
+) -> Result<Option<Parsed>, BindingError> {
+    let said = Said { request, said, prompt };
     match (said.get::<bool>("do_remote_prefill")?, said.get::<bool>("do_remote_decode")?) {
         (Some(true), Some(true)) => {
             Err(said.refuse("do_remote_prefill and do_remote_decode are both true; a request is of one leg".to_owned()))
         }
-        (Some(true), _) => Ok(Some(Parsed { params: said.fetch()?, is_drawn: false })),
+        (Some(true), _) => Ok(Some(said.fetch()?)),
         (_, Some(true)) => Ok(Some(said.keep(own_tp_size)?)),
         _ => Ok(None),
     }
@@ -47,14 +84,14 @@ pub(crate) fn parse(request: &str, said: &Bound<'_, PyDict>, own_tp_size: u16) -
 pub(crate) fn answer<'py>(
     py: Python<'py>,
     engine_id: &str,
-    transfer: TransferId,
+    name: &str,
     addresses: &[SocketAddr],
     prompt_tokens: u32,
 ) -> PyResult<Bound<'py, PyDict>> {
     let answer = PyDict::new(py);
     answer.set_item("do_remote_prefill", true)?;
     answer.set_item("do_remote_decode", false)?;
-    answer.set_item("transfer_id", transfer.to_string())?;
+    answer.set_item("transfer_id", name)?;
     answer.set_item("remote_engine_id", engine_id)?;
     if let Some(first) = addresses.first() {
         answer.set_item("remote_host", first.ip().to_string())?;
@@ -66,29 +103,17 @@ pub(crate) fn answer<'py>(
     Ok(answer)
 }
 
-/// An id that nobody can guess.
-pub(crate) fn draw() -> Result<TransferId, BindingError> {
+/// A name that nobody can guess.
+pub(crate) fn draw() -> Result<String, BindingError> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(BindingError::Random)?;
-    Ok(TransferId::new(u128::from_le_bytes(bytes)))
-}
-
-/// Both sides make the same id of the same text.
-fn transfer_of(text: &str) -> TransferId {
-    if text.len() == 32
-        && let Ok(bits) = u128::from_str_radix(text, 16)
-    {
-        return TransferId::new(bits);
-    }
-    let hash = Sha256::digest(text.as_bytes());
-    let mut bytes = [0; 16];
-    bytes.copy_from_slice(&hash[..16]);
-    TransferId::new(u128::from_le_bytes(bytes))
+    Ok(format!("{:032x}", u128::from_le_bytes(bytes)))
 }
 
 struct Said<'a, 'py> {
     request: &'a str,
     said: &'a Bound<'py, PyDict>,
+    prompt: &'a Prompt,
 }
 
 impl<'py> Said<'_, 'py> {
@@ -104,27 +129,46 @@ impl<'py> Said<'_, 'py> {
         }
     }
 
-    fn fetch(&self) -> Result<TransferParams, BindingError> {
-        let Some(transfer) = self.get::<String>("transfer_id")? else {
+    fn fetch(&self) -> Result<Parsed, BindingError> {
+        let Some(name) = self.get::<String>("transfer_id")? else {
             let problem =
                 "transfer_id is missing: pass what the prefill engine answered, or give both legs one id".to_owned();
             return Err(self.refuse(problem));
         };
+        let ours = self.prompt.tokens;
+        if let Some(theirs) = self.get::<u32>("remote_num_tokens")?.filter(|&theirs| theirs != ours) {
+            let problem = format!(
+                "remote_num_tokens: prefill's prompt has {theirs} tokens, this one {ours}; send both legs one prompt"
+            );
+            return Err(self.refuse(problem));
+        }
         let from = self.addresses()?.into_iter().map(PeerAddress::Tcp).collect();
         let engine = self.get::<String>("remote_engine_id")?.map(|name| EngineId::new(&name));
         let engine = engine.transpose().map_err(|error| self.refuse(format!("remote_engine_id: {error}")))?;
-        Ok(TransferParams::Fetch { transfer: transfer_of(&transfer), from, engine, ask: Vec::new() })
+        let params = TransferParams::Fetch { transfer: self.prompt.transfer(&name), from, engine, ask: Vec::new() };
+        Ok(Parsed { params, name, is_drawn: false })
     }
 
     fn keep(&self, own_tp_size: u16) -> Result<Parsed, BindingError> {
-        let readers = self.get("tp_size")?.unwrap_or(own_tp_size);
-        let named = self.get::<String>("transfer_id")?.map(|text| transfer_of(&text));
-        let is_drawn = named.is_none();
-        let transfer = named.map_or_else(draw, Ok)?;
-        Ok(Parsed { params: TransferParams::Keep { transfer, to: None, readers }, is_drawn })
+        let readers = self.ranks()?.unwrap_or(own_tp_size);
+        let given = self.get::<String>("transfer_id")?;
+        let is_drawn = given.is_none();
+        let name = given.map_or_else(draw, Ok)?;
+        let params = TransferParams::Keep { transfer: self.prompt.transfer(&name), to: None, readers };
+        Ok(Parsed { params, name, is_drawn })
+    }
+
+    /// The other side's tensor-parallel size, if it was said.
+    fn ranks(&self) -> Result<Option<u16>, BindingError> {
+        let ranks = self.get::<u16>("tp_size")?;
+        match ranks.filter(|&ranks| ranks == 0 || usize::from(ranks) > MAX_RANKS) {
+            Some(ranks) => Err(self.refuse(format!("tp_size: {ranks} ranks; write 1 to {MAX_RANKS}"))),
+            None => Ok(ranks),
+        }
     }
 
     fn addresses(&self) -> Result<Vec<SocketAddr>, BindingError> {
+        let ranks = self.ranks()?;
         if let Some(listed) = self.get::<Vec<String>>("remote_addresses")? {
             let parse = |text: &String| {
                 text.parse().map_err(|_| {
@@ -143,7 +187,7 @@ impl<'py> Said<'_, 'py> {
         let host: IpAddr = host
             .parse()
             .map_err(|_| self.refuse(format!("remote_host: {host:?} is no IP address; names are not looked up")))?;
-        let ranks = self.get::<u16>("tp_size")?.unwrap_or(1).max(1);
+        let ranks = ranks.unwrap_or(1);
         let ports = (0..ranks).map(|rank| port.checked_add(rank));
         let ports: Option<Vec<u16>> = ports.collect();
         let ports = ports.ok_or_else(|| self.refuse(format!("remote_port: {ranks} ranks do not fit above {port}")))?;

@@ -4,7 +4,7 @@
 //! with it: a transfer may end before its request does. So the half decides, and the workers say it in the next step: `released` goes down
 //! with that step's metadata, and each worker hands it to the engine once.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::config::Config;
 use crate::error::{self, BindingError};
-use crate::params::{self, Parsed};
+use crate::params::{self, Parsed, Prompt};
 
 /// The half of the connector that stands beside the engine's scheduler. Bookkeeping only: nothing here waits or talks to a peer.
 #[pyclass(frozen, module = "kvferry._kvferry")]
@@ -45,12 +45,17 @@ struct State {
     held: BTreeSet<RequestId>,
     /// Those of them that the workers must give back.
     released: Vec<RequestId>,
+    /// The last transfers that a request of this engine had a part in.
+    taken: VecDeque<TransferId>,
 }
 
 #[derive(Debug)]
 struct Known {
     request: Request,
-    /// Whether this side drew the transfer's id, so that it may draw another.
+    prompt: Prompt,
+    /// What the router calls the transfer.
+    name: String,
+    /// Whether this side drew that name, so that it may draw another.
     is_drawn: bool,
     /// Whether it was ever given blocks.
     is_admitted: bool,
@@ -67,13 +72,13 @@ impl Scheduler {
         let options = SchedulerOptions { tokens_per_block: per_block, reporters: config.tp_size(), layerwise: false };
         let half = PdScheduler::new(options);
         let half = if whole_blocks { half.with_whole_blocks() } else { half };
-        let (addresses, requests, held, released) = Default::default();
+        let (addresses, requests, held, released, taken) = Default::default();
         Ok(Self {
             engine_id: config.engine_id().to_owned(),
             role: config.role(),
             tp_size: config.tp_size(),
             tokens_per_block,
-            state: Mutex::new(State { half, addresses, requests, held, released }),
+            state: Mutex::new(State { half, addresses, requests, held, released, taken }),
         })
     }
 
@@ -84,23 +89,34 @@ impl Scheduler {
         Ok(())
     }
 
-    /// A request came: `params` are its `kv_transfer_params`, `max_tokens` how many tokens it may generate.
+    /// A request came: `params` are its `kv_transfer_params`, `more` what beside the tokens decides its KV, in one canonical text, and
+    /// `max_tokens` how many tokens it may generate. Returns whether it has a part in a transfer: not if another request of this engine had that
+    /// part before, since a prompt is handed over once.
     ///
     /// Raises ValueError for params that make no sense here; the request is then computed without a transfer.
     fn add(
         &self,
+        py: Python<'_>,
         request_id: &str,
-        prompt_tokens: u32,
-        max_tokens: u32,
-        params: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<()> {
-        let Some(params) = params else { return Ok(()) };
-        let Some(Parsed { params, is_drawn }) = params::parse(request_id, params, self.tp_size)? else { return Ok(()) };
+        prompt: Vec<u32>,
+        more: &str,
+        max_tokens: u64,
+        params: &Bound<'_, PyDict>,
+    ) -> PyResult<bool> {
+        let prompt = py.detach(|| Prompt::new(&prompt, more));
+        let parsed = params::parse(request_id, params, &prompt, self.tp_size)?;
+        let Some(Parsed { params, name, is_drawn }) = parsed else { return Ok(false) };
         self.refuse_what_cannot_be(request_id, &params, max_tokens)?;
+        let mut state = self.lock();
+        let (TransferParams::Fetch { transfer, .. } | TransferParams::Keep { transfer, .. }) = &params;
+        if !state.take(*transfer) {
+            return Ok(false);
+        }
         let id = RequestId::new(request_id);
-        let request = Request { id: id.clone(), prompt_tokens, params: Some(params), hashes: Arc::default() };
-        self.lock().requests.insert(id, Known { request, is_drawn, is_admitted: false });
-        Ok(())
+        let request =
+            Request { id: id.clone(), prompt_tokens: prompt.tokens, params: Some(params), hashes: Arc::default() };
+        state.requests.insert(id, Known { request, prompt, name, is_drawn, is_admitted: false });
+        Ok(true)
     }
 
     /// How many tokens beyond the block-aligned local hit a peer provides; always asynchronously.
@@ -180,10 +196,10 @@ impl Scheduler {
         }
         let Hold::Until { transfer, .. } = hold else { return Ok((false, None)) };
         state.held.insert(id);
-        let transfer: Option<TransferId> = transfer.filter(|_| is_complete);
-        let answer =
-            |transfer| params::answer(py, &self.engine_id, transfer, &state.addresses, known.request.prompt_tokens);
-        Ok((true, transfer.map(answer).transpose()?))
+        let is_offered = is_complete && transfer.is_some();
+        let (name, tokens) = (&known.name, known.request.prompt_tokens);
+        let answer = || params::answer(py, &self.engine_id, name, &state.addresses, tokens);
+        Ok((true, is_offered.then(answer).transpose()?))
     }
 
     /// Takes what the workers reported, one entry a rank; returns requests whose KV nobody takes any more, though the engine still computes
@@ -223,7 +239,7 @@ impl Scheduler {
         &self,
         request: &str,
         params: &TransferParams,
-        max_tokens: u32,
+        max_tokens: u64,
     ) -> Result<(), BindingError> {
         let refuse = |problem: String| Err(BindingError::Params { request: request.to_owned(), problem });
         match params {
@@ -247,6 +263,18 @@ impl Scheduler {
 }
 
 impl State {
+    /// Whether a transfer was not taken part in before.
+    fn take(&mut self, transfer: TransferId) -> bool {
+        if self.taken.contains(&transfer) {
+            return false;
+        }
+        if self.taken.len() >= REMEMBERED {
+            self.taken.pop_front();
+        }
+        self.taken.push_back(transfer);
+        true
+    }
+
     /// What was kept of them is over. Under an id of our own they are kept anew when they come back; an id that the router gave is spent.
     fn preempted(&mut self, requests: &[String]) -> Result<(), BindingError> {
         if requests.is_empty() {
@@ -256,10 +284,14 @@ impl State {
         for id in &ids {
             let Some(known) = self.requests.get_mut(id).filter(|known| known.is_drawn) else { continue };
             if let Some(TransferParams::Keep { transfer, .. }) = &mut known.request.params {
-                *transfer = params::draw()?;
+                known.name = params::draw()?;
+                *transfer = known.prompt.transfer(&known.name);
             }
         }
         self.half.preempted(&ids);
         Ok(())
     }
 }
+
+/// Children of one request, which share its params, come together; a router's second try comes within seconds.
+const REMEMBERED: usize = 1024;

@@ -102,8 +102,8 @@ impl Worker {
 
     /// Reports that the engine did not await, counted and dropped.
     #[getter]
-    fn unknown_results(&self) -> u64 {
-        self.lock().unknown
+    fn unknown_results(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.lock().unknown)
     }
 
     /// Ends the transfers of requests that lost their blocks; returns when nothing reads or writes those any more. Before anything of the step

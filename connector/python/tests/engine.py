@@ -142,9 +142,13 @@ class Engine:
         if polled.report is not None:
             self.scheduler.apply([polled.report])
 
+    def add(self, request: str, tokens: int, max_tokens: int, params: dict[str, Any]) -> None:
+        """A request with the one prompt that all tests of this length share."""
+        assert self.scheduler.add(request, list(range(tokens)), "", max_tokens, params)
+
     def prefill(self, request: str, tokens: int, blocks: list[int], seed: int, params: dict[str, Any]) -> Any:
         """Computes a prompt in one step; returns what the router is told."""
-        self.scheduler.add(request, tokens, 1, params)
+        self.add(request, tokens, 1, params)
         assert self.scheduler.matched_tokens(request, 0) == 0
         self.scheduler.allocated(request, blocks, 0)
         assert self.scheduler.unsaved() == [request]
@@ -155,7 +159,7 @@ class Engine:
 
     def load(self, request: str, tokens: int, blocks: list[int], params: dict[str, Any], local: int = 0) -> None:
         """Admits a request whose prompt's KV comes from a peer."""
-        self.scheduler.add(request, tokens, 64, params)
+        self.add(request, tokens, 64, params)
         external = self.scheduler.matched_tokens(request, local)
         assert external == tokens - local
         self.scheduler.allocated(request, blocks, external)

@@ -52,14 +52,14 @@ def test_a_prompt_is_carried_when_both_are_asked_at_once(engines):
     wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
     assert_carried(prefill, decode, ours, theirs)
     wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
-    assert params["transfer_id"] != "x-1", "a name that is no number of 128 bits is hashed"
+    assert params["transfer_id"] == "x-1", "the router's own name goes on"
 
 
 def test_chunks_of_a_prompt_are_carried_as_they_are_computed(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     ours, theirs = blocks_for(97, 2), blocks_for(97, 12)
     decode.load("b", 97, theirs, {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [prefill.worker.address]})
-    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.add("a", 97, 1, {"do_remote_decode": True, "transfer_id": "x"})
     prefill.scheduler.allocated("a", ours, 0)
     prefill.step([("a", 0, 40, ours[:2])], forward=lambda: prefill.memory.fill(ours[:2], 5))
     prefill.step([("a", 40, 80, ours[:3])], forward=lambda: prefill.memory.fill(ours[:3], 5))
@@ -85,7 +85,7 @@ def test_only_what_is_behind_a_local_prefix_is_carried(engines):
 def test_a_full_local_hit_lets_prefill_go_and_tells_the_engine_nothing(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
-    decode.scheduler.add("b", 64, 8, params)
+    decode.add("b", 64, 8, params)
     decode.scheduler.allocated("b", [4, 5], 0)
     wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
     assert (decode.received, decode.worker.unknown_results) == ([], 1)
@@ -94,14 +94,14 @@ def test_a_full_local_hit_lets_prefill_go_and_tells_the_engine_nothing(engines):
 def test_a_request_that_ends_before_it_is_admitted_lets_the_other_side_go(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
-    decode.scheduler.add("b", 64, 8, params)
+    decode.add("b", 64, 8, params)
     assert decode.scheduler.finished("b", [], False) == (False, None)
     assert decode.scheduler.has_pending(), "the engine must step once more"
     wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
 
     decode.load("c", 64, [4, 5], {"do_remote_prefill": True, "transfer_id": "y", "remote_addresses": [prefill.worker.address]})
     wait_for("a session", lambda: "kvferry_early_grants_live 1" in prefill.worker.metrics(), decode)
-    prefill.scheduler.add("never", 64, 1, {"do_remote_decode": True, "transfer_id": "y"})
+    prefill.add("never", 64, 1, {"do_remote_decode": True, "transfer_id": "y"})
     assert prefill.scheduler.finished("never", [], False) == (False, None)
     wait_for("the failure", lambda: decode.received == ["c"], decode, prefill)
     assert decode.bad_blocks == {4, 5} and "gave the request up" in decode.failed["c"]
@@ -125,7 +125,7 @@ def test_an_abort_of_decode_is_reported_once_and_frees_both_sides(engines):
 def test_an_abort_of_prefill_fails_the_load_with_its_reason(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     decode.load("b", 97, [6, 7, 8, 9], {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [prefill.worker.address]})
-    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.add("a", 97, 1, {"do_remote_decode": True, "transfer_id": "x"})
     prefill.scheduler.allocated("a", [2, 3, 4, 5], 0)
     prefill.step([("a", 0, 40, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
     held, answer = prefill.scheduler.finished("a", [2, 3], False)
@@ -136,7 +136,7 @@ def test_an_abort_of_prefill_fails_the_load_with_its_reason(engines):
 
 def test_a_preempted_prompt_is_carried_under_a_new_id(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
-    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True})
+    prefill.add("a", 97, 1, {"do_remote_decode": True})
     prefill.scheduler.allocated("a", [2, 3, 4, 5], 0)
     prefill.step([("a", 0, 40, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
     prefill.step(preempted=["a"], forward=lambda: prefill.memory.fill([2, 3], 99))
@@ -205,7 +205,7 @@ def test_a_lease_that_nobody_takes_ends_and_who_comes_late_is_refused_at_once(en
 
 def test_an_abort_before_anybody_asked_gives_the_blocks_back_at_once(engines):
     prefill = engines("p", "prefill", options={"verdict_timeout_ms": 30000, "lease_ttl_ms": 60000})
-    prefill.scheduler.add("a", 97, 1, {"do_remote_decode": True})
+    prefill.add("a", 97, 1, {"do_remote_decode": True})
     prefill.scheduler.allocated("a", [2, 3, 4, 5], 0)
     prefill.step([("a", 0, 40, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
     assert prefill.scheduler.finished("a", [2, 3], False) == (True, None)
@@ -222,3 +222,36 @@ def test_two_engines_load_from_each_other(engines, names):
         wait_for("the load", lambda: f"d{turn}" in decode.received, decode, prefill)
         assert not decode.failed
         assert_carried(prefill, decode, [2, 3], [6, 7])
+
+
+def test_another_prompt_finds_nothing_under_the_same_name(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode", options={"transfer_deadline_ms": 1500})
+    named = {"do_remote_decode": True, "transfer_id": "x"}
+    for request, prompt in [("right", list(range(64))), ("wrong", list(range(1, 65)))]:
+        assert prefill.scheduler.add(request, prompt, "", 1, named)
+        prefill.scheduler.allocated(request, [2, 3] if request == "right" else [4, 5], 0)
+    prefill.step([("right", 0, 64, [2, 3]), ("wrong", 0, 64, [4, 5])], forward=lambda: prefill.memory.fill([2, 3, 4, 5], 1))
+    answer = prefill.scheduler.finished("right", [2, 3], True)[1]
+    prefill.scheduler.finished("wrong", [4, 5], True)
+    decode.load("b", 64, [6, 7], answer)
+    wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
+    assert not decode.failed
+    assert_carried(prefill, decode, [2, 3], [6, 7])
+
+    before = decode.memory.pages([8, 9])
+    assert decode.scheduler.add("c", list(range(2, 66)), "", 8, answer)
+    decode.scheduler.allocated("c", [8, 9], 64)
+    assert decode.scheduler.add("e", list(range(64)), "an adapter", 8, answer)
+    decode.scheduler.allocated("e", [10, 11], 64)
+    wait_for("both failures", lambda: sorted(decode.received) == ["b", "c", "e"], decode, prefill)
+    assert set(decode.failed) == {"c", "e"} and decode.memory.pages([8, 9]) == before
+
+
+def test_a_prompt_is_handed_over_to_one_request_only(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    decode.load("0_b", 64, [6, 7], params)
+    assert not decode.scheduler.add("1_b", list(range(64)), "", 8, params)
+    assert decode.scheduler.matched_tokens("1_b", 0) == 0
+    wait_for("the load", lambda: decode.received == ["0_b"], decode, prefill)
+    assert not decode.failed

@@ -67,6 +67,10 @@ FETCH = {"do_remote_prefill": True, "transfer_id": "1" * 32, "remote_addresses":
         ("both", {**FETCH, "remote_addresses": ["host:1"]}, "names are not looked up"),
         ("both", {**FETCH, "remote_addresses": None, "remote_host": "host", "remote_port": 1}, "no IP address"),
         ("both", {**FETCH, "remote_addresses": None, "remote_host": "127.0.0.1", "remote_port": 70000}, "remote_port"),
+        ("both", {**FETCH, "tp_size": 0}, "1 to 1024"),
+        ("both", {"do_remote_decode": True, "tp_size": 0}, "1 to 1024"),
+        ("both", {"do_remote_decode": True, "tp_size": 65534}, "1 to 1024"),
+        ("both", {**FETCH, "remote_num_tokens": 51}, "prefill's prompt has 51 tokens, this one 40"),
         ("prefill", FETCH, "kv_consumer or kv_both"),
         ("decode", {"do_remote_decode": True}, "kv_producer or kv_both"),
         ("both", {"do_remote_decode": True}, "max_tokens = 1"),
@@ -75,7 +79,7 @@ FETCH = {"do_remote_prefill": True, "transfer_id": "1" * 32, "remote_addresses":
 def test_params_that_make_no_sense_are_refused_and_the_request_stays_here(psk, role, params, words):
     scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}, role=role), tokens_per_block=16, whole_blocks=True)
     with pytest.raises(ValueError, match="request r") as refused:
-        scheduler.add("r", 40, 2, params)
+        scheduler.add("r", list(range(40)), "", 2, params)
     assert words in str(refused.value)
     assert scheduler.matched_tokens("r", 0) == 0
     scheduler.allocated("r", [1, 2, 3], 0)
@@ -84,10 +88,10 @@ def test_params_that_make_no_sense_are_refused_and_the_request_stays_here(psk, r
     assert not scheduler.has_pending()
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False, "do_remote_decode": None}, {"transfer_id": "x"}])
+@pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False, "do_remote_decode": None}, {"transfer_id": "x"}])
 def test_a_request_without_a_part_in_a_transfer_leaves_no_trace(psk, params):
     scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}), tokens_per_block=16, whole_blocks=True)
-    scheduler.add("r", 40, 64, params)
+    assert not scheduler.add("r", list(range(40)), "", 64, params)
     assert scheduler.matched_tokens("r", 0) == 0
     assert scheduler.unsaved() == [] and not scheduler.has_pending()
     assert scheduler.finished("r", [1], True) == (False, None)
@@ -96,7 +100,7 @@ def test_a_request_without_a_part_in_a_transfer_leaves_no_trace(psk, params):
 def test_ranks_may_be_named_by_their_first_port(psk):
     scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}), tokens_per_block=16, whole_blocks=True)
     one = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 7400, "tp_size": 2}
-    scheduler.add("r", 40, 64, one)
+    assert scheduler.add("r", list(range(40)), "", 2**32, one)
     assert scheduler.matched_tokens("r", 16) == 24
     assert scheduler.matched_tokens("r", 32) == 8
 
@@ -164,8 +168,10 @@ def test_a_fingerprint_tells_models_apart(tmp_path):
     assert len(whole) == 64 and whole == kvferry.fingerprint("{}", [second, first])
     assert whole != kvferry.fingerprint("{ }", [first, second])
     changed = bytearray(300_000)
-    changed[-1] = 1
-    first.write_bytes(changed)
-    assert whole != kvferry.fingerprint("{}", [first, second])
+    for place in (0, 150_000, -1):
+        changed[place] = 1
+        first.write_bytes(changed)
+        assert whole != kvferry.fingerprint("{}", [first, second]), place
+        changed[place] = 0
     with pytest.raises(ValueError, match="cannot be read"):
         kvferry.fingerprint("{}", [tmp_path / "none"])

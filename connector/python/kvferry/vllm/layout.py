@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,15 @@ def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
         rope_scaling=_canonical(scaling) if scaling else "none",
         options=sorted(options.items()),
     )
+
+
+def more_of(request: Request) -> str:
+    """What beside a prompt's tokens decides its KV, in one canonical text: an adapter, and images and the like by their hashes."""
+    adapter = request.lora_request.lora_name if request.lora_request is not None else None
+    media = [
+        (feature.identifier, feature.mm_position.offset, feature.mm_position.length) for feature in request.mm_features
+    ]
+    return _canonical([adapter, media]) if adapter or media else ""
 
 
 def _layer(name: str, tensor: torch.Tensor) -> LayerTensor:

@@ -28,6 +28,9 @@ _COMPLETE = (
     RequestStatus.FINISHED_REPETITION,
 )
 
+# More than any request generates.
+_MANY_TOKENS = 2**32
+
 
 class SchedulerHalf:
     """All calls come from the engine core's thread."""
@@ -51,12 +54,18 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
-        if not params:
+        if not isinstance(params, dict) or not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
             return
+        if request.prompt_token_ids is None:
+            logger.error("request %s has no token ids; it is computed without a transfer", request.request_id)
+            return
+        max_tokens = min(request.max_tokens, _MANY_TOKENS)
+        prompt, more = list(request.prompt_token_ids), layout.more_of(request)
         try:
-            self._half.add(request.request_id, request.num_prompt_tokens, request.max_tokens, params)
-        except (TypeError, ValueError) as error:
-            logger.error("%s; the request is computed without a transfer", error)
+            if not self._half.add(request.request_id, prompt, more, max_tokens, params):
+                logger.info("the prompt of %s is handed over to another request already; it is computed", request.request_id)
+        except (OverflowError, TypeError, ValueError) as error:
+            logger.error("%s; request %s is computed without a transfer", error, request.request_id)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int, bool]:
         tokens = self._half.matched_tokens(request.request_id, local_tokens)
