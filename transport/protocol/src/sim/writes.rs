@@ -224,7 +224,12 @@ impl World {
         if !link.up[link.side_of(receiver)] || !view.up || view.session != link.session {
             return None;
         }
-        let blocks = Rc::clone(&node.receivers.get(&part)?.blocks);
+        let slot = node.receivers.get(&part)?;
+        if slot.peer != Some(view.incarnation) {
+            // A grant is made to one incarnation, and that one is gone.
+            return None;
+        }
+        let blocks = Rc::clone(&slot.blocks);
         let record = GrantRecord {
             part,
             link: number,
