@@ -299,8 +299,8 @@ fn an_offer_about_somebody_elses_transfer_disturbs_nobody() {
     let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
         Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
     };
-    // Without the receiver's word the lease would be held for a minute.
-    let extra = "transfer_deadline_ms = 60000\nverdict_timeout_ms = 60000";
+    // Without the receiver's word the lease is held for longer than the test waits, and nothing makes the receiver say it again.
+    let extra = "transfer_deadline_ms = 600000\nverdict_timeout_ms = 600000\nlease_ttl_ms = 600000";
     let mut prefill = Engine::new(&Setup { extra, ..Setup::prefill() }, &make);
     let mut decode = Engine::new(&Setup { extra, ..Setup::decode() }, &make);
     liar.transport.connect(&prefill.address()).unwrap();
