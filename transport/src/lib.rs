@@ -12,6 +12,7 @@ mod error;
 mod ffi;
 mod loopback;
 mod raw;
+pub mod rdma;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
