@@ -128,10 +128,6 @@ impl Hardware {
         self.peer_rails
     }
 
-    pub(super) fn is_closed(&self) -> bool {
-        self.pairs.is_empty()
-    }
-
     pub(super) fn addresses(&self) -> Vec<LaneAddress> {
         let address = |pair: &Pair| {
             let facts = &self.adapter.rails[pair.rail].facts;

@@ -203,6 +203,10 @@ impl Machine {
         matches!(self.phase, Phase::Open)
     }
 
+    pub(crate) fn is_closed(&self) -> bool {
+        matches!(self.phase, Phase::Closed)
+    }
+
     /// Whether an order would be taken.
     pub(crate) fn has_room(&self) -> bool {
         self.is_open() && self.waiting.len() < self.config.max_orders

@@ -218,9 +218,8 @@ impl Rails {
         let start = Instant::now();
         self.fence(start);
         loop {
-            let first = events.len();
             self.poll(Instant::now(), events);
-            if events[first..].contains(&MachineEvent::Closed) || self.hardware.is_closed() {
+            if self.machine.is_closed() {
                 return start.elapsed();
             }
             std::thread::yield_now();

@@ -6,7 +6,7 @@ mod pair;
 
 use std::time::{Duration, Instant};
 
-use self::pair::{PAGE, PAGES, Side, play};
+use self::pair::{PAGE, PAGES, Side, WRITES, play};
 use crate::rdma::machine::MachineEvent;
 use crate::rdma::work::Fault;
 
@@ -21,10 +21,10 @@ fn rounds(or: usize) -> usize {
 #[test]
 #[ignore = "needs an RDMA device"]
 fn chains_of_writes_land_in_scattered_pages_byte_for_byte() {
-    const WRITES: usize = 24;
     play(
         "rdma::tests::chains_of_writes_land_in_scattered_pages_byte_for_byte",
         |sender| {
+            sender.fill_sources();
             for write in 0..WRITES {
                 sender.post_scattered(write as u64, write);
                 if !sender.rails.has_room() {
@@ -65,15 +65,17 @@ fn no_byte_lands_after_a_fence_while_the_peer_goes_on_writing() {
                 let mut id = 0;
                 // Some rounds help by a word, as a session does that asks first; in the others the sender finds out alone.
                 let is_told = round % 8 != 0;
+                let start = Instant::now();
                 while !(is_told && sender.was_spoken_to()) {
                     while sender.rails.has_room() {
-                        sender.post_scattered(id, id as usize % 24);
+                        sender.post_scattered(id, id as usize % WRITES);
                         id += 1;
                     }
                     let events = sender.some_events(Duration::from_millis(5));
                     if events.contains(&MachineEvent::Closed) {
                         break;
                     }
+                    assert!(start.elapsed() < LIMIT, "nothing told the sender that its peer is gone");
                 }
                 if is_told {
                     assert_eq!(sender.hear(), b"stop");
@@ -102,7 +104,6 @@ fn no_byte_lands_after_a_fence_while_the_peer_goes_on_writing() {
                 receiver.fence();
                 receiver.poison(POISON);
                 if round % 8 == 0 {
-                    println!("round {round}");
                     assert_eq!(receiver.hear(), b"found out");
                     receiver.assert_poison(POISON, round);
                 }
@@ -112,7 +113,7 @@ fn no_byte_lands_after_a_fence_while_the_peer_goes_on_writing() {
                 receiver.assert_poison(POISON, round);
                 receiver.renew();
             }
-            println!("{rounds} fences with writes in flight, {landed_before} landings before them, no late byte");
+            eprintln!("{rounds} fences with writes in flight, {landed_before} landings before them, no late byte");
         },
     );
 }
@@ -153,7 +154,7 @@ fn a_killed_peer_is_noticed_within_two_seconds_by_the_session_and_by_the_queue_p
             let mut broken: Option<(Fault, Duration)> = None;
             loop {
                 while sender.rails.has_room() {
-                    sender.post_scattered(id, id as usize % 24);
+                    sender.post_scattered(id, id as usize % WRITES);
                     id += 1;
                 }
                 let events = sender.some_events(Duration::from_millis(5));
@@ -173,7 +174,7 @@ fn a_killed_peer_is_noticed_within_two_seconds_by_the_session_and_by_the_queue_p
                 broken = broken.or(fault);
                 if events.contains(&MachineEvent::Closed) {
                     let gone = killed_at.elapsed();
-                    println!(
+                    eprintln!(
                         "noticed by the session after {session_noticed:?}, by a queue pair {broken:?}, all gone {gone:?}"
                     );
                     break;
@@ -194,29 +195,29 @@ fn a_killed_peer_is_noticed_within_two_seconds_by_the_session_and_by_the_queue_p
 #[test]
 #[ignore = "needs an RDMA device; measures"]
 fn bandwidth_of_writes_of_scattered_blocks() {
-    const WRITES: u64 = 48;
+    const COUNT: u64 = 48;
     play(
         "rdma::tests::bandwidth_of_writes_of_scattered_blocks",
         |sender| {
             for (name, block) in [("4 KiB", 4 << 10), ("16 KiB", 16 << 10), ("64 KiB", 64 << 10)] {
                 let start = Instant::now();
                 let (mut id, mut sent) = (0, 0);
-                while sent < WRITES {
-                    while id < WRITES && sender.rails.has_room() {
+                while sent < COUNT {
+                    while id < COUNT && sender.rails.has_room() {
                         sender.post_blocks(id, block, PAGE * 16);
                         id += 1;
                     }
                     let events = sender.next_events(LIMIT);
                     sent += events.iter().filter(|event| matches!(event, MachineEvent::Sent { .. })).count() as u64;
                 }
-                let bytes = (WRITES as usize * PAGE * 16) as f64;
-                println!("{name} blocks: {:.1} MB/s", bytes / start.elapsed().as_secs_f64() / 1e6);
+                let bytes = (COUNT as usize * PAGE * 16) as f64;
+                eprintln!("{name} blocks: {:.1} MB/s", bytes / start.elapsed().as_secs_f64() / 1e6);
             }
             sender.say(b"done");
         },
         |receiver| {
             let mut landed = 0;
-            while landed < 3 * WRITES as usize {
+            while landed < 3 * COUNT as usize {
                 landed += receiver
                     .next_events(LIMIT)
                     .iter()

@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,6 +20,8 @@ use crate::rdma::{RdmaConfig, RdmaConfigFile};
 
 pub(super) const PAGE: usize = 16 << 10;
 pub(super) const PAGES: usize = 256;
+/// How many different scattered writes there are.
+pub(super) const WRITES: usize = 24;
 /// Pages of one scattered write.
 const WRITE_PAGES: usize = 10;
 const LIMIT: Duration = Duration::from_secs(60);
@@ -46,6 +48,8 @@ pub(super) fn play(name: &str, here: impl FnOnce(&mut Side), there: impl FnOnce(
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"])
         .env(CONTROL, listener.local_addr().unwrap().to_string())
+        // Its count of tests is not another one.
+        .stdout(Stdio::null())
         .spawn()
         .unwrap();
     let mut side = Side::new(accept(&listener, LIMIT), Some(child));
@@ -227,12 +231,16 @@ impl Side {
         self.rails.post(order, Instant::now()).unwrap();
     }
 
-    /// A write of scattered pages into scattered pairs of pages; each of its bytes tells its write and its place in it.
-    pub(super) fn post_scattered(&mut self, id: u64, write: usize) {
-        for page in 0..WRITE_PAGES {
+    /// Fills the sources of all scattered writes; each byte tells its write and its place in it.
+    pub(super) fn fill_sources(&self) {
+        for (write, page) in (0..WRITES).flat_map(|write| (0..WRITE_PAGES).map(move |page| (write, page))) {
             let bytes: Vec<u8> = (0..PAGE).map(|at| content(write, page, at)).collect();
             copy(RawRun::of(&bytes), self.own_run(source_page(write, page) * PAGE, PAGE));
         }
+    }
+
+    /// A write of scattered pages into scattered pairs of pages.
+    pub(super) fn post_scattered(&mut self, id: u64, write: usize) {
         let runs: Vec<_> = (0..WRITE_PAGES)
             .map(|page| (source_page(write, page) * PAGE, target_page(write, page) * PAGE, PAGE))
             .collect();
@@ -274,7 +282,9 @@ impl Side {
     pub(super) fn assert_poison(&self, byte: u8, round: usize) {
         let mut found = vec![0; PAGE * PAGES];
         copy(self.own_run(0, PAGE * PAGES), RawRun::of_mut(&mut found));
-        let late = found.iter().filter(|found| **found != byte).count();
+        // An emulated processor counts bytes slowly: only if there is something to count.
+        let late =
+            if found == vec![byte; PAGE * PAGES] { 0 } else { found.iter().filter(|found| **found != byte).count() };
         assert_eq!(late, 0, "round {round}: bytes came after the fence");
     }
 }
