@@ -62,11 +62,10 @@ fn after(transport: &Weak<dyn Transport>, wait: Duration) -> Option<Arc<dyn Tran
 }
 
 fn read(network: &mut Network) -> Result<(), ConfigError> {
-    let read =
-        |name, path: &Option<std::path::PathBuf>| path.as_deref().map(|path| KeyFiles::read(name, path)).transpose();
-    let (own, also) = (read("psk_file", &network.psk_files.own)?, read("psk_also_file", &network.psk_files.also)?);
+    let files = &network.psk_files;
+    let own = files.own.as_deref().map(|path| KeyFiles::read("psk_file", path)).transpose()?;
+    network.psk_also = files.also.as_deref().map(KeyFiles::read_other).transpose()?.flatten();
     network.psk = own.or(network.psk.take());
-    network.psk_also = also.or(network.psk_also.take());
     Ok(())
 }
 

@@ -198,10 +198,21 @@ impl KeyFiles {
     /// # Errors
     /// [`ConfigError::Read`] or [`ConfigError::Psk`].
     pub(crate) fn read(key: &'static str, path: &Path) -> Result<PreSharedKey, ConfigError> {
-        match read_limited(path, 2 * PreSharedKey::MAX_BYTES as u64) {
-            Ok(bytes) => PreSharedKey::new(&bytes, &format!("{key} {}", path.display())),
-            Err(source) => Err(ConfigError::Read { key, path: path.to_owned(), source }),
-        }
+        PreSharedKey::new(&Self::bytes(key, path)?, &format!("{key} {}", path.display()))
+    }
+
+    /// Reads the other key; an empty file holds none.
+    ///
+    /// # Errors
+    /// [`ConfigError::Read`] or [`ConfigError::Psk`].
+    pub(crate) fn read_other(path: &Path) -> Result<Option<PreSharedKey>, ConfigError> {
+        const KEY: &str = "psk_also_file";
+        if Self::bytes(KEY, path)?.trim_ascii().is_empty() { Ok(None) } else { Self::read(KEY, path).map(Some) }
+    }
+
+    fn bytes(key: &'static str, path: &Path) -> Result<Vec<u8>, ConfigError> {
+        let refuse = |source| ConfigError::Read { key, path: path.to_owned(), source };
+        read_limited(path, 2 * PreSharedKey::MAX_BYTES as u64).map_err(refuse)
     }
 }
 
@@ -380,7 +391,7 @@ impl TryFrom<RawConfig> for Network {
             advertise,
             peers: peers.iter().map(|text| reachable("peers", text)).collect::<Result<_, _>>()?,
             psk,
-            psk_also: psk_also.as_deref().map(|path| KeyFiles::read("psk_also_file", path)).transpose()?,
+            psk_also: psk_also.as_deref().map(KeyFiles::read_other).transpose()?.flatten(),
             psk_files: KeyFiles { own: raw.psk_file.filter(|_| is_read).map(PathBuf::from), also: psk_also },
             lanes: raw
                 .lanes
