@@ -13,6 +13,7 @@ mod ffi;
 mod loopback;
 mod raw;
 pub mod rdma;
+mod share;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::{MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
+use kvferry_protocol::wire::{ClusterKeys, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::link::End;
@@ -158,7 +158,6 @@ impl Transport for Loopback {
             max_message_bytes: MAX_MESSAGE_BYTES,
             max_notification_bytes: MAX_NOTIFICATION_BYTES,
             max_extents: MAX_EXTENTS,
-            direct_run_bytes: 256,
         }
     }
 
@@ -239,6 +238,10 @@ impl Transport for Loopback {
         }
     }
 
+    fn direct_run_bytes(&self, _: &PeerId) -> u64 {
+        256
+    }
+
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
             let peers: Vec<_> = self.shared.lock().ends.values().map(|end| Arc::clone(&end.remote)).collect();
@@ -247,6 +250,8 @@ impl Transport for Loopback {
             }
         }
     }
+
+    fn set_keys(&self, _: ClusterKeys) {}
 
     fn stats(&self) -> TransportStats {
         self.shared.core.stats()

@@ -180,7 +180,7 @@ impl MemoryRegion {
     pub(crate) fn new(domain: &Arc<ProtectionDomain>, run: RawRun, is_target: bool) -> io::Result<Self> {
         let access = IBV_ACCESS_LOCAL_WRITE | if is_target { IBV_ACCESS_REMOTE_WRITE } else { 0 };
         let verbs = &domain.context.verbs;
-        let (start, bytes) = (run.address().cast(), run.bytes());
+        let (start, bytes) = (run.start().cast(), run.bytes());
         let raw = if verbs.has_optional_access() {
             // A device that cannot relax the order of writes ignores the flag.
             let access = access | IBV_ACCESS_RELAXED_ORDERING;
@@ -489,8 +489,8 @@ impl Slots {
         // SAFETY: the layout has more than no bytes.
         let address = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or(io::ErrorKind::OutOfMemory)?;
         let mut slots = Self { address, layout, slot_bytes, region: None };
-        let memory = Memory { address, bytes, kind: MemoryKind::Host };
-        let run = Region::new(memory).run(0, bytes as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        let memory = Memory { address, bytes, kind: MemoryKind::Host, file: None };
+        let run = Region::new(&memory).run(0, bytes as u64).ok_or(io::ErrorKind::InvalidInput)?;
         slots.region = Some(MemoryRegion::new(domain, run, false)?);
         Ok(slots)
     }

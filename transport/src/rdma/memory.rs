@@ -56,14 +56,14 @@ impl Registered {
 
     /// Registers a region on every rail; gives its index.
     pub(crate) fn add(&self, rails: &[Rail], region: Region) -> Result<usize, RdmaError> {
-        let whole = region.run(0, region.bytes()).map_or(0, |run| run.address() as u64);
+        let whole = region.run(0, region.bytes()).map_or(0, |run| run.start() as u64);
         let mut pieces = Vec::new();
         for (at, bytes) in piece_spans(region.bytes(), self.piece_bytes) {
             let Some(run) = region.run(at, bytes) else { continue };
             let mut on_rails = Vec::with_capacity(rails.len());
             for rail in rails {
                 let registered = MemoryRegion::new(&rail.domain, run, true);
-                let call = || format!("reg_mr of {bytes} bytes at {:#x}", run.address() as u64);
+                let call = || format!("reg_mr of {bytes} bytes at {:#x}", run.start() as u64);
                 on_rails.push(registered.map_err(|error| failed(&rail.facts.device, &call(), error))?);
             }
             pieces.push(on_rails);

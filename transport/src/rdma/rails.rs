@@ -57,7 +57,7 @@ impl Adapter {
     /// Appends the pieces of local memory to a list that [`super::memory::intersect`] takes.
     pub(crate) fn locate(&self, runs: &[RawRun], pieces: &mut Vec<(Key, u64, u64)>) -> Result<(), RdmaError> {
         for run in runs {
-            let (address, bytes) = (run.address() as u64, run.bytes() as u64);
+            let (address, bytes) = (run.start() as u64, run.bytes() as u64);
             self.memory.locate(address, bytes, |key, address, bytes| pieces.push((key, address, bytes)))?;
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! The endpoint that callers hold.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -9,13 +9,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{
-    ClusterKey, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
+    ClusterKey, ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
 };
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::config::TcpConfig;
 use super::data::DataThread;
-use super::driver;
+use super::driver::{self, Listeners};
+use super::path::Local;
 use super::session::Session;
 use super::socket;
 use super::wake::Waker;
@@ -29,6 +30,8 @@ use crate::error::TransportError;
 const MAX_EXTENTS: usize = 1 << 16;
 /// Runs shorter than this are packed first. An estimate: no bench has compared the two ways yet.
 const DIRECT_RUN_BYTES: u64 = 4 << 10;
+/// The same where the receiver copies out of our memory: packing would be a second copy. An estimate, too.
+const DIRECT_LENT_RUN_BYTES: u64 = 256;
 
 /// A TCP endpoint. Dropping it shuts it down.
 pub struct Tcp {
@@ -40,10 +43,11 @@ pub struct Tcp {
 pub(crate) struct Shared {
     pub(crate) core: Core,
     pub(crate) config: TcpConfig,
-    pub(crate) key: ClusterKey,
+    keys: Mutex<ClusterKeys>,
     pub(crate) peer: PeerId,
     pub(crate) greeting: Bytes,
     pub(crate) address: SocketAddr,
+    pub(crate) local: Local,
     pub(crate) state: Mutex<State>,
     pub(crate) waker: Waker,
     pub(crate) data: Vec<DataThread>,
@@ -66,12 +70,17 @@ pub(crate) enum Command {
 }
 
 impl Tcp {
-    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `key` is the cluster's.
+    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `keys` are the cluster's.
     ///
     /// # Errors
     /// [`TransportError::Io`] if the address cannot be listened on; [`TransportError::Limit`] if the greeting is too long.
-    pub fn bind(config: TcpConfig, key: ClusterKey, peer: PeerId, greeting: Bytes) -> Result<Self, TransportError> {
-        Self::bind_with(config, key, peer, greeting, Bug::default())
+    pub fn bind(
+        config: TcpConfig,
+        keys: impl Into<ClusterKeys>,
+        peer: PeerId,
+        greeting: Bytes,
+    ) -> Result<Self, TransportError> {
+        Self::bind_with(config, keys.into(), peer, greeting, Bug::default())
     }
 
     /// The same with a bug, so that a test can prove that it is seen.
@@ -86,12 +95,12 @@ impl Tcp {
         greeting: Bytes,
         bug: crate::Planted,
     ) -> Result<Self, TransportError> {
-        Self::bind_with(config, key, peer, greeting, Bug::plant(bug))
+        Self::bind_with(config, key.into(), peer, greeting, Bug::plant(bug))
     }
 
     fn bind_with(
         config: TcpConfig,
-        key: ClusterKey,
+        keys: ClusterKeys,
         peer: PeerId,
         greeting: Bytes,
         bug: Bug,
@@ -108,24 +117,32 @@ impl Tcp {
             Some(advertised) => advertised,
             None => bound,
         };
+        let local = Local::new(&config.paths);
+        let unix = local
+            .rendezvous
+            .as_deref()
+            .map(socket::listen_unix)
+            .transpose()
+            .map_err(broken("listen for Unix lanes"))?;
         let data = (0..config.data_threads).map(|_| DataThread::new()).collect::<Result<Vec<_>, _>>();
         let shared = Arc::new(Shared {
             core: Core::new(config.max_grants, config.max_events, bug),
             data: data.map_err(broken("make an eventfd"))?,
             waker: Waker::new().map_err(broken("make an eventfd"))?,
-            key,
+            keys: Mutex::new(keys),
             peer,
             greeting,
             address,
+            local,
             state: Mutex::default(),
             config: config.clone(),
         });
         let tcp = Self { shared, threads: Mutex::default() };
-        tcp.start(listener).map_err(broken("start a thread"))?;
+        tcp.start(Listeners { tcp: listener, unix }).map_err(broken("start a thread"))?;
         Ok(tcp)
     }
 
-    fn start(&self, listener: TcpListener) -> std::io::Result<()> {
+    fn start(&self, listeners: Listeners) -> std::io::Result<()> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         for index in 0..self.shared.data.len() {
             let shared = Arc::clone(&self.shared);
@@ -134,7 +151,7 @@ impl Tcp {
         }
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("tcp-control".to_owned());
-        threads.push(thread.spawn(move || driver::run(&shared, listener))?);
+        threads.push(thread.spawn(move || driver::run(&shared, listeners))?);
         Ok(())
     }
 }
@@ -142,6 +159,10 @@ impl Tcp {
 impl Shared {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn keys(&self) -> ClusterKeys {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn command(&self, command: Command) {
@@ -184,7 +205,6 @@ impl Transport for Tcp {
             max_message_bytes: MAX_MESSAGE_BYTES,
             max_notification_bytes: MAX_NOTIFICATION_BYTES,
             max_extents: MAX_EXTENTS,
-            direct_run_bytes: DIRECT_RUN_BYTES,
         }
     }
 
@@ -194,7 +214,9 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        self.shared.core.register(memory)
+        let region = self.shared.core.register(memory)?;
+        self.shared.wake_data(); // peers on this host are told
+        Ok(region)
     }
 
     fn connect(&self, address: &PeerAddress) -> Result<(), TransportError> {
@@ -254,11 +276,20 @@ impl Transport for Tcp {
         self.shared.waker.wake();
     }
 
+    fn direct_run_bytes(&self, peer: &PeerId) -> u64 {
+        let shares = self.shared.session(peer).is_ok_and(|session| session.sharing.is_some());
+        if shares { DIRECT_LENT_RUN_BYTES } else { DIRECT_RUN_BYTES }
+    }
+
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
             self.shared.wake_data();
             self.shared.waker.wake();
         }
+    }
+
+    fn set_keys(&self, keys: ClusterKeys) {
+        *self.shared.keys.lock().unwrap_or_else(PoisonError::into_inner) = keys;
     }
 
     fn stats(&self) -> TransportStats {

@@ -10,8 +10,8 @@
 use std::time::Instant;
 
 use crate::wire::auth::{
-    ClusterKey, DIALLER_PROOF, IDENTITY_SEAL, LISTENER_PROOF, LaneSecret, PROOF_BYTES, SealKey, Transcript,
-    VERDICT_SEAL,
+    ClusterKey, ClusterKeys, DIALLER_PROOF, IDENTITY_SEAL, LISTENER_PROOF, LaneSecret, PROOF_BYTES, SealKey,
+    Transcript, VERDICT_SEAL,
 };
 use crate::wire::error::{HandshakeError, HandshakeStep, WireError};
 use crate::wire::hello::{Challenge, HELLO_BYTES, Hello, LaneKind, VersionRange, version_error};
@@ -168,7 +168,7 @@ impl Dialler {
                     }
                     None => return Ok(Step::More), // the introduction is taken here and only here
                 };
-                self.output = Some(sealed(&seal, IDENTITY_SEAL, &identity.encode()));
+                self.output = Some(sealed(&seal, IDENTITY_SEAL, &identity.encode(version)));
                 self.state = DiallerState::VerdictPrefix { version, seal };
                 Ok(Step::More)
             }
@@ -179,7 +179,7 @@ impl Dialler {
             }
             DiallerState::Verdict { version, seal, prefix, .. } => {
                 let body = unseal(&seal, VERDICT_SEAL, step, &prefix, bytes)?;
-                match Verdict::decode(body).map_err(malformed(step))? {
+                match Verdict::decode(body, version).map_err(malformed(step))? {
                     Verdict::Declined(why) => Err(HandshakeError::Declined(why)),
                     verdict => Ok(Step::Said(Established { version, lane_secret: seal.lane_secret(), verdict })),
                 }
@@ -191,7 +191,7 @@ impl Dialler {
 
 /// The side that accepted the connection.
 pub struct Listener {
-    key: ClusterKey,
+    keys: ClusterKeys,
     versions: VersionRange,
     nonce: [u8; 32],
     deadline: Instant,
@@ -212,8 +212,14 @@ enum ListenerState {
 impl Listener {
     /// Starts a handshake; `nonce` is 32 fresh random bytes. A `busy` listener answers the hello by saying so, and no more.
     #[must_use]
-    pub fn new(key: ClusterKey, versions: VersionRange, nonce: [u8; 32], deadline: Instant, busy: bool) -> Self {
-        Self { key, versions, nonce, deadline, busy, output: None, state: ListenerState::Hello }
+    pub fn new(
+        keys: impl Into<ClusterKeys>,
+        versions: VersionRange,
+        nonce: [u8; 32],
+        deadline: Instant,
+        busy: bool,
+    ) -> Self {
+        Self { keys: keys.into(), versions, nonce, deadline, busy, output: None, state: ListenerState::Hello }
     }
 
     /// How many bytes to feed next; 0 when a verdict is due or the handshake is over.
@@ -276,14 +282,14 @@ impl Listener {
                 Ok(Step::More)
             }
             ListenerState::DiallerProof { version, lane, mut transcript } => {
-                if !transcript.verify(&self.key, DIALLER_PROOF, bytes) {
+                let Some(key) = transcript.prover(&self.keys, DIALLER_PROOF, bytes) else {
                     return Err(HandshakeError::Proof { step });
-                }
+                };
                 transcript.add(bytes);
-                let proof = transcript.proof(&self.key, LISTENER_PROOF);
+                let proof = transcript.proof(key, LISTENER_PROOF);
                 transcript.add(&proof);
                 self.output = Some(proof.to_vec());
-                let seal = transcript.seal_key(&self.key);
+                let seal = transcript.seal_key(key);
                 self.state = ListenerState::IdentityPrefix { version, lane, seal };
                 Ok(Step::More)
             }
@@ -294,7 +300,7 @@ impl Listener {
             }
             ListenerState::Identity { version, lane, seal, prefix, .. } => {
                 let body = unseal(&seal, IDENTITY_SEAL, step, &prefix, bytes)?;
-                let identity = Identity::decode(body).map_err(malformed(step))?;
+                let identity = Identity::decode(body, version).map_err(malformed(step))?;
                 let said = matches!(identity, Identity::Lane(_));
                 if said != (lane == LaneKind::Data) {
                     let what = "an identity that is not of the lane's kind: this one";
@@ -330,8 +336,8 @@ impl Listener {
 
     /// Gives the verdict, which ends the handshake once the output was sent. Does nothing before the identity came.
     pub fn judge(&mut self, verdict: &Verdict) {
-        if let ListenerState::Judge { seal, .. } = std::mem::replace(&mut self.state, ListenerState::Over) {
-            self.output = Some(sealed(&seal, VERDICT_SEAL, &verdict.encode()));
+        if let ListenerState::Judge { version, seal } = std::mem::replace(&mut self.state, ListenerState::Over) {
+            self.output = Some(sealed(&seal, VERDICT_SEAL, &verdict.encode(version)));
         }
     }
 }

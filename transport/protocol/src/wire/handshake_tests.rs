@@ -14,7 +14,7 @@ fn identity(name: &str, session: u64) -> PeerIdentity {
         pp_rank: PpRank::new(0),
         tp_rank: TpRank::new(0),
     };
-    PeerIdentity { peer, lanes: 2, session, greeting: b"greeting".to_vec() }
+    PeerIdentity { peer, lanes: 2, session, greeting: b"greeting".to_vec(), offers: Vec::new() }
 }
 
 fn peers(dialler_key: u8, versions: VersionRange) -> (Dialler, Listener) {
@@ -68,6 +68,19 @@ fn talk(
         if quiet {
             return (Ok(established), Ok(said));
         }
+    }
+}
+
+#[test]
+fn a_listener_takes_its_own_key_and_the_others_and_no_third() {
+    for (dialler_key, is_taken) in [(7, true), (8, true), (9, true), (10, false)] {
+        let introduction = Introduction::Peer(identity("d", 0));
+        let mut dialler = Dialler::new(key(dialler_key), VERSIONS, introduction, [1; 32], Instant::now());
+        let keys = ClusterKeys::new(key(7), vec![key(8), key(9)]);
+        let mut listener = Listener::new(keys, VERSIONS, [2; 32], Instant::now(), false);
+        let (established, said) = talk(&mut dialler, &mut listener, |_, _| {});
+        assert_eq!(said.is_ok(), is_taken, "{dialler_key}");
+        assert_eq!(established.unwrap().is_some(), is_taken, "{dialler_key}");
     }
 }
 
