@@ -79,7 +79,7 @@ share() {
     echo "-fsdev local,id=$1,path=$2,security_model=none,multidevs=remap${3-} -device virtio-9p-pci,fsdev=$1,mount_tag=$1"
 }
 
-# A loaded machine now and then gets a guest that never comes up: one that has not begun after a minute is started again.
+# A loaded machine now and then gets a guest that never comes up: one that has not begun by then is started again.
 boot() {
     local waited=0
     rm -f "$control"/{console,out,err}
@@ -115,8 +115,8 @@ boot() {
     wait "${readers[@]}"
 }
 
-ended=0 boot_limit=60
-for _ in 1 2 3; do
+ended=0 boot_limit=200
+for _ in 1 2; do
     boot
     [[ -e $control/begun ]] && break
 done

@@ -126,13 +126,16 @@ pub enum PathKind {
     /// On one host: lanes over Unix sockets.
     #[serde(rename = "uds")]
     UnixSocket,
+    /// The sender's RDMA device writes into the receiver's memory.
+    #[serde(rename = "rdma")]
+    Rdma,
     /// Lanes over TCP.
     #[serde(rename = "tcp")]
     Tcp,
 }
 
 impl PathKind {
-    /// All that join processes, the best first.
+    /// What is tried without a word in the configuration, the best first: all that join processes and need no device.
     pub const ALL: [Self; 4] = [Self::SharedMemory, Self::ProcessMemory, Self::UnixSocket, Self::Tcp];
 
     /// What it is called in configurations, logs and metrics.
@@ -143,6 +146,7 @@ impl PathKind {
             Self::SharedMemory => "shm",
             Self::ProcessMemory => "cma",
             Self::UnixSocket => "uds",
+            Self::Rdma => "rdma",
             Self::Tcp => "tcp",
         }
     }

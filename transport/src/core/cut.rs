@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::{
     FrameHeader, FrameKind, Loan, MAX_NOTIFICATION_BYTES, MAX_TABLE_BYTES, encode_table, extent_table_bytes,
     slice_extents,
@@ -25,6 +26,9 @@ pub(crate) struct FrameCut {
     pub(crate) runs: Vec<RawRun>,
     /// Whether the payload stays where it is.
     pub(crate) is_lent: bool,
+    /// Which frame of the write it is, and where its payload goes in the window.
+    pub(crate) frame: u32,
+    pub(crate) extents: Vec<Extent>,
 }
 
 impl FrameCut {
@@ -75,7 +79,8 @@ impl FrameCut {
         };
         let mut head = header.encode(version).to_vec();
         head.append(&mut table);
-        Some(Self { post: Arc::clone(post), payload_bytes: bytes, head, runs, is_lent: kind == FrameKind::Lend })
+        let (post, is_lent) = (Arc::clone(post), kind == FrameKind::Lend);
+        Some(Self { post, payload_bytes: bytes, head, runs, is_lent, frame, extents })
     }
 }
 
@@ -97,7 +102,7 @@ fn align(runs: &[RawRun], got: u64, is_last: bool, frame_bytes: u64) -> u64 {
 }
 
 /// The extents of bytes `from..from + bytes`, as many as a table holds, and how many bytes they hold.
-fn cut_extents(post: &Post, from: u64, bytes: u64) -> (Vec<kvferry_protocol::pages::Extent>, u64) {
+fn cut_extents(post: &Post, from: u64, bytes: u64) -> (Vec<Extent>, u64) {
     let mut extents = Vec::new();
     let (mut table_bytes, mut at) = (0, from);
     let first = post.extent_starts.partition_point(|&start| start <= from).saturating_sub(1);

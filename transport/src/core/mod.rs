@@ -23,12 +23,14 @@ pub(crate) use cut::FrameCut;
 pub(crate) use events::EventQueue;
 pub(crate) use grants::{GrantTable, SessionKey};
 pub(crate) use inbound::Inbound;
-pub(crate) use outbox::Outbox;
+pub(crate) use outbox::{Busy, Outbox};
 pub(crate) use planted::Bug;
 #[cfg_attr(not(feature = "planted"), expect(unreachable_pub, reason = "exported with the feature `planted` only"))]
 pub use planted::Planted;
 pub(crate) use post::Post;
 pub(crate) use regions::RegionTable;
+pub(crate) use runs::RunList;
+pub(crate) use seals::{Seals, SealsSeen};
 pub(crate) use superseded::{Superseded, is_other_start};
 
 use std::sync::atomic::{AtomicU64, Ordering};

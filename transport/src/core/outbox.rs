@@ -5,7 +5,7 @@
 //! [`Outbox::close`] returns all of them were.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use super::Core;
@@ -27,6 +27,9 @@ struct State {
     queue: VecDeque<Queued>,
     live: HashMap<(GrantKey, u32), Live>,
 }
+
+/// Somebody else is inside.
+pub(crate) struct Busy;
 
 struct Queued {
     post: Arc<Post>,
@@ -74,7 +77,19 @@ impl Outbox {
 
     /// Cuts the next frame.
     pub(crate) fn next_frame(&self, frame_bytes: u64, version: u16, lender: Option<&Lender>) -> Option<FrameCut> {
-        let mut state = self.lock();
+        Self::cut(&mut self.lock(), frame_bytes, version, lender)
+    }
+
+    /// The same for a thread that completes reads of devices, for which another may wait under this lock: `Err` if one holds it.
+    pub(crate) fn try_next_frame(&self, frame_bytes: u64, version: u16) -> Result<Option<FrameCut>, Busy> {
+        match self.state.try_lock() {
+            Ok(mut state) => Ok(Self::cut(&mut state, frame_bytes, version, None)),
+            Err(TryLockError::Poisoned(state)) => Ok(Self::cut(&mut state.into_inner(), frame_bytes, version, None)),
+            Err(TryLockError::WouldBlock) => Err(Busy),
+        }
+    }
+
+    fn cut(state: &mut State, frame_bytes: u64, version: u16, lender: Option<&Lender>) -> Option<FrameCut> {
         loop {
             let queued = state.queue.front_mut()?;
             let (post, from, frame) = (&queued.post, queued.from, queued.frame);

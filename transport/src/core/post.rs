@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use bytes::Bytes;
 use kvferry_protocol::pages::Extent;
@@ -31,6 +31,9 @@ pub(crate) struct Post {
     /// What lets the receiver read the source, once a frame lent it; none if that could not be had.
     loan: OnceLock<Option<OpenLoan>>,
     has_verdict: AtomicBool,
+    /// How many requests of a device read the source.
+    device_reads: Mutex<usize>,
+    device_is_done: Condvar,
 }
 
 /// The parts of a source, each with its place in the stream.
@@ -95,6 +98,8 @@ impl Post {
             source: RwLock::new(Some(parts)),
             loan: OnceLock::new(),
             has_verdict: AtomicBool::new(false),
+            device_reads: Mutex::new(0),
+            device_is_done: Condvar::new(),
         })
     }
 
@@ -102,6 +107,21 @@ impl Post {
     pub(crate) fn read_source(&self) -> Option<Reading<'_>> {
         let source = self.source.read().unwrap_or_else(PoisonError::into_inner);
         source.is_some().then_some(Reading(source))
+    }
+
+    /// A device begins to read the source, until [`end_device_read`](Self::end_device_read); `false` if the post has ended.
+    pub(crate) fn begin_device_read(&self) -> bool {
+        // Under the guard: who ends the post sees this read, or this sees the end.
+        let Some(_reading) = self.read_source() else { return false };
+        *self.device_reads.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        true
+    }
+
+    /// One read of a device is over.
+    pub(crate) fn end_device_read(&self) {
+        let mut reads = self.device_reads.lock().unwrap_or_else(PoisonError::into_inner);
+        *reads = reads.saturating_sub(1);
+        self.device_is_done.notify_all();
     }
 
     /// The receiver's word about the post came, or will never come.
@@ -122,6 +142,9 @@ impl Post {
         }
         let released = source.take();
         drop(source);
+        let reads = self.device_reads.lock().unwrap_or_else(PoisonError::into_inner);
+        // The thread that completes them waits for nobody, and its requests have deadlines.
+        drop(self.device_is_done.wait_while(reads, |reads| *reads > 0).unwrap_or_else(PoisonError::into_inner));
         drop(released); // outside the lock: a slab may have a drop of its own
     }
 }

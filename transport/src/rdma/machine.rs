@@ -143,8 +143,9 @@ pub(crate) struct Machine {
     heads: u64,
     heads_ended: u64,
     inbound: Inbound,
-    /// Places of the own window to give back.
+    /// Places of the own window to give back, and whether they are kept for now.
     to_return: u32,
+    is_held: bool,
     events: VecDeque<MachineEvent>,
     chain: Chain,
     pub(crate) counts: MachineCounts,
@@ -168,6 +169,7 @@ impl Machine {
             heads_ended: 0,
             inbound: Inbound::new(config.window, config.payload_lanes, Planted::default()),
             to_return: 0,
+            is_held: false,
             events: VecDeque::new(),
             chain: Chain::default(),
             counts: MachineCounts::default(),
@@ -229,6 +231,16 @@ impl Machine {
             }
         };
         Err(Box::new(Untaken { order, why }))
+    }
+
+    /// Whether the peer's places are kept when its writes land: then it stops when it has none left.
+    pub(crate) fn hold(&mut self, is_held: bool) {
+        self.is_held = is_held;
+    }
+
+    /// Whether the peer and this side take a head of this length.
+    pub(crate) fn takes_head(&self, bytes: usize) -> bool {
+        bytes <= self.config.head_bytes.min(self.peer_head_bytes)
     }
 
     /// Takes back an order that has not begun.
@@ -386,7 +398,7 @@ impl Machine {
     fn return_places(&mut self, lanes: &mut impl Lanes, now: Instant) {
         let enough = (self.config.window / 2).max(1);
         let words = &self.lanes[0];
-        if self.to_return < enough || words.in_flight() >= self.config.send_depth.into() {
+        if self.is_held || self.to_return < enough || words.in_flight() >= self.config.send_depth.into() {
             return;
         }
         self.chain.clear();

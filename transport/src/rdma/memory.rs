@@ -165,6 +165,11 @@ impl PeerMemory {
         Ok(())
     }
 
+    /// How long a region is.
+    pub(crate) fn region_bytes(&self, region: usize) -> Option<u64> {
+        self.regions.get(region).map(|(keys, _)| keys.bytes)
+    }
+
     /// A rail's key of the peer's device for writing a piece.
     pub(crate) fn remote_key(&self, key: Key, rail: usize) -> Option<u32> {
         self.keys.get(key.0 as usize)?.get(rail).copied()

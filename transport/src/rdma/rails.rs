@@ -164,6 +164,16 @@ impl Rails {
         self.machine.has_room()
     }
 
+    /// Whether the peer's places are kept when its writes land: then it stops when it has none left.
+    pub(crate) fn hold(&mut self, is_held: bool) {
+        self.machine.hold(is_held);
+    }
+
+    /// Whether the peer and this side take a head of this length.
+    pub(crate) fn takes_head(&self, bytes: usize) -> bool {
+        self.machine.takes_head(bytes)
+    }
+
     /// Takes back an order that has not begun.
     pub(crate) fn withdraw(&mut self, id: u64) -> Option<Order> {
         self.machine.withdraw(id)

@@ -7,6 +7,7 @@ use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES, VERSIONS, VersionRang
 use serde::Deserialize;
 
 use crate::api::PathKind;
+use crate::rdma::{RdmaConfig, RdmaConfigFile};
 
 /// The keys of a configuration file's `[tcp]` table; every key has a default.
 #[derive(Clone, Debug, Deserialize)]
@@ -18,6 +19,8 @@ pub struct TcpConfigFile {
     pub advertise: Option<SocketAddr>,
     /// The ways that payload may go; the best that both sides have is taken.
     pub paths: Vec<PathKind>,
+    /// How RDMA devices are used, if `paths` allows them.
+    pub rdma: RdmaConfigFile,
     /// Data lanes to a peer on this host.
     pub lanes_same_host: u16,
     /// Data lanes to a peer on another host.
@@ -64,6 +67,7 @@ impl Default for TcpConfigFile {
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
             advertise: None,
             paths: PathKind::ALL.to_vec(),
+            rdma: RdmaConfigFile::default(),
             lanes_same_host: 2,
             lanes_remote: 4,
             data_threads: 2,
@@ -94,6 +98,7 @@ pub struct TcpConfig {
     pub(crate) listen: SocketAddr,
     pub(crate) advertise: Option<SocketAddr>,
     pub(crate) paths: Vec<PathKind>,
+    pub(crate) rdma: RdmaConfig,
     pub(crate) lanes_same_host: u16,
     pub(crate) lanes_remote: u16,
     pub(crate) data_threads: usize,
@@ -161,7 +166,7 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
         within("max_queued_message_bytes", file.max_queued_message_bytes.into(), 1 << 10, 1 << 30)?;
         within("newest_version", file.newest_version.into(), VERSIONS.min.into(), VERSIONS.max.into())?;
         if file.paths.is_empty() || file.paths.contains(&PathKind::Loopback) {
-            let fix = "name one or more of shm, cma, uds and tcp, or leave it out".to_owned();
+            let fix = "name one or more of shm, cma, uds, rdma and tcp, or leave it out".to_owned();
             return Err(ConfigError { key: "paths", found: format!("{:?}", file.paths), fix });
         }
         if let Some(bytes) = file.socket_buffer_bytes {
@@ -173,7 +178,12 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
             let fix = "give 0.001 to 10000, or leave it out".to_owned();
             return Err(ConfigError { key: "link_gbps", found: gbps.to_string(), fix });
         }
-        Ok(Self::unchecked(&file))
+        let rdma = RdmaConfig::try_from(file.rdma.clone()).map_err(|error| ConfigError {
+            key: "rdma",
+            found: "a setting that cannot be".to_owned(),
+            fix: error.to_string(),
+        })?;
+        Ok(Self { rdma, ..Self::unchecked(&file) })
     }
 }
 
@@ -183,6 +193,7 @@ impl TcpConfig {
             listen: file.listen,
             advertise: file.advertise,
             paths: file.paths.clone(),
+            rdma: RdmaConfig::default(),
             lanes_same_host: file.lanes_same_host,
             lanes_remote: file.lanes_remote,
             data_threads: file.data_threads.into(),

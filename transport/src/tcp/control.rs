@@ -11,6 +11,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::session::Session;
 use super::stream::Stream;
+use super::verbs_words::VerbsWord;
 use crate::api::Event;
 use crate::core::Core;
 use crate::error::TransportError;
@@ -179,6 +180,13 @@ impl Control {
             FrameKind::Goodbye => {
                 let reason = String::from_utf8_lossy(&body).chars().filter(|c| !c.is_control()).collect();
                 return Err(TransportError::Ended { peer: session.name.clone(), reason });
+            }
+            FrameKind::Path => {
+                let word = VerbsWord::decode(&body).map_err(|problem| self.wrong(problem.to_owned()))?;
+                let verbs = session.verbs.as_ref();
+                verbs
+                    .ok_or_else(|| self.wrong("a word of a path that is not taken".to_owned()))?
+                    .hear(session.key, word);
             }
             FrameKind::Data | FrameKind::Lend | FrameKind::Share | FrameKind::Mapped => {
                 return Err(self.wrong(format!("a {:?} frame on the control lane", header.kind)));

@@ -400,6 +400,7 @@ impl Driver<'_> {
             max_posts: shared.config.max_posts,
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
+            verbs: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: sockets.clone(),
         };
         let session = Arc::new(Session::new(setup, now));
@@ -410,7 +411,7 @@ impl Driver<'_> {
         let not = pending.choice.reasons();
         tracing::info!(%peer, session = key.0, lanes = sockets.len(), path = %path.kind, %not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
-        shared.lock().sessions.insert(peer.clone(), Arc::clone(&session));
+        shared.begin(&session);
         shared.core.events.push(Event::Up {
             peer,
             session: key.0,

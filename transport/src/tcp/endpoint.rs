@@ -19,9 +19,10 @@ use super::driver::{self, Listeners};
 use super::path::Local;
 use super::session::Session;
 use super::socket;
+use super::verbs::Verbs;
 use super::wake::Waker;
 use crate::api::{
-    Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
+    Capabilities, Event, GrantKey, Memory, PathKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
 use crate::core::{Bug, Core, Post, SessionKey};
 use crate::error::TransportError;
@@ -48,6 +49,8 @@ pub(crate) struct Shared {
     pub(crate) greeting: Bytes,
     pub(crate) address: SocketAddr,
     pub(crate) local: Local,
+    /// RDMA devices, where they are allowed and there are some.
+    pub(crate) verbs: Option<Arc<Verbs>>,
     pub(crate) state: Mutex<State>,
     pub(crate) waker: Waker,
     pub(crate) data: Vec<DataThread>,
@@ -117,7 +120,14 @@ impl Tcp {
             Some(advertised) => advertised,
             None => bound,
         };
-        let local = Local::new(&config.paths);
+        let verbs = match config.paths.contains(&PathKind::Rdma) {
+            true => Verbs::open(&config.rdma).map(Arc::new).map_err(|error| with_cause(&error)),
+            false => Err("this side's configuration does not allow it".to_owned()),
+        };
+        if let (Err(problem), true) = (&verbs, config.paths.contains(&PathKind::Rdma)) {
+            tracing::warn!(problem, "RDMA is allowed and cannot be used");
+        }
+        let local = Local::new(&config.paths, verbs.as_ref().map(|_| ()).map_err(Clone::clone));
         let unix = local
             .rendezvous
             .as_deref()
@@ -134,6 +144,7 @@ impl Tcp {
             greeting,
             address,
             local,
+            verbs: verbs.ok(),
             state: Mutex::default(),
             config: config.clone(),
         });
@@ -148,6 +159,11 @@ impl Tcp {
             let shared = Arc::clone(&self.shared);
             let thread = std::thread::Builder::new().name(format!("tcp-data-{index}"));
             threads.push(thread.spawn(move || shared.data[index].run(&shared))?);
+        }
+        if let Some(verbs) = self.shared.verbs.clone() {
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name("rdma".to_owned());
+            threads.push(thread.spawn(move || verbs.run(&shared))?);
         }
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("tcp-control".to_owned());
@@ -170,6 +186,15 @@ impl Shared {
         self.waker.wake();
     }
 
+    /// Makes a session known.
+    pub(crate) fn begin(&self, session: &Arc<Session>) {
+        let insert = || drop(self.lock().sessions.insert(session.peer.clone(), Arc::clone(session)));
+        match &session.verbs {
+            Some(verbs) => verbs.begin(session, insert),
+            None => insert(),
+        }
+    }
+
     fn session(&self, peer: &PeerId) -> Result<Arc<Session>, TransportError> {
         let session = self.lock().sessions.get(peer).cloned();
         session.ok_or_else(|| TransportError::NotConnected { peer: peer.to_string() })
@@ -178,6 +203,9 @@ impl Shared {
     pub(crate) fn wake_data(&self) {
         for thread in &self.data {
             thread.waker.wake();
+        }
+        if let Some(verbs) = &self.verbs {
+            verbs.wake();
         }
     }
 
@@ -214,7 +242,10 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        let region = self.shared.core.register(memory)?;
+        let region = match &self.shared.verbs {
+            Some(verbs) => verbs.register(&self.shared, memory)?,
+            None => self.shared.core.register(memory)?,
+        };
         self.shared.wake_data(); // peers on this host are told
         Ok(region)
     }
@@ -251,14 +282,25 @@ impl Transport for Tcp {
 
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError> {
         let session = self.shared.session(peer)?;
-        self.shared.core.grant(peer, session.key, &pages)
+        let grant = self.shared.core.grant(peer, session.key, &pages)?;
+        if let Some(verbs) = &session.verbs {
+            verbs.tell_window(&session, grant, pages);
+            self.shared.waker.wake();
+        }
+        Ok(grant)
     }
 
     fn revoke(&self, grant: GrantKey) {
+        if let Some(verbs) = &self.shared.verbs {
+            verbs.fence(grant, None);
+        }
         self.shared.core.grants.revoke(grant);
     }
 
     fn seal(&self, grant: GrantKey, extents: &[Extent]) {
+        if let Some(verbs) = &self.shared.verbs {
+            verbs.fence(grant, Some(extents.to_vec()));
+        }
         self.shared.core.grants.seal(grant, extents);
     }
 
@@ -307,6 +349,7 @@ impl Transport for Tcp {
             for data in &self.shared.data {
                 data.stop();
             }
+            self.shared.verbs.iter().for_each(|verbs| verbs.stop());
         }
     }
 }
@@ -314,6 +357,14 @@ impl Transport for Tcp {
 impl Drop for Tcp {
     fn drop(&mut self) {
         self.shutdown();
+    }
+}
+
+/// An error and what is behind it, in one line.
+fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {}", with_cause(source)),
+        None => error.to_string(),
     }
 }
 

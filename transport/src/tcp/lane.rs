@@ -192,9 +192,7 @@ impl Lane {
                 self.outgoing = Outgoing::Words { bytes: std::mem::take(&mut self.words), sent: 0, file: None };
             } else if let Some(share) = self.next_share(core) {
                 self.outgoing = share;
-            } else if let Some(cut) =
-                self.session.outbox.next_frame(frame_bytes, self.session.version, self.session.lender())
-            {
+            } else if let Some(cut) = self.session.next_frame(frame_bytes) {
                 self.outgoing = Outgoing::Frame(Box::new(FrameOut::new(cut)));
             } else {
                 return Ok(Turn::Nothing);

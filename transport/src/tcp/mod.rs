@@ -22,6 +22,9 @@ mod shake;
 mod socket;
 mod stream;
 mod target;
+mod verbs;
+mod verbs_link;
+mod verbs_words;
 mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};

@@ -15,6 +15,8 @@ const BOOT_ID_BYTES: usize = 16;
 pub(crate) struct Local {
     allowed: Vec<PathKind>,
     boot: Result<[u8; BOOT_ID_BYTES], String>,
+    /// Whether an RDMA device can be used, or why not.
+    rdma: Result<(), String>,
     /// The abstract name of the listener for Unix lanes.
     pub(crate) rendezvous: Option<String>,
 }
@@ -27,6 +29,8 @@ pub(crate) struct Choice {
     pub(crate) by_descriptor: bool,
     /// On Unix lanes, memory without one is read in the sender's process.
     pub(crate) by_address: bool,
+    /// On TCP lanes, RDMA devices carry what they can reach.
+    pub(crate) by_device: bool,
     /// Why the better ways are not taken.
     pub(crate) not: Vec<(PathKind, String)>,
 }
@@ -41,10 +45,11 @@ pub(crate) enum Route {
 }
 
 impl Local {
-    pub(crate) fn new(allowed: &[PathKind]) -> Self {
+    /// `rdma` says whether a device was opened, if one is allowed.
+    pub(crate) fn new(allowed: &[PathKind], rdma: Result<(), String>) -> Self {
         let mut allowed = allowed.to_vec();
         allowed.sort_unstable();
-        let needs_unix = allowed.iter().any(|kind| *kind < PathKind::Tcp);
+        let needs_unix = allowed.iter().any(|kind| *kind < PathKind::Rdma);
         let boot = std::fs::read_to_string(BOOT_ID).map_err(|error| format!("{BOOT_ID} cannot be read: {error}"));
         let boot = boot.and_then(|text| parse_boot_id(&text).ok_or_else(|| format!("{BOOT_ID} holds no identity")));
         let rendezvous = (needs_unix && boot.is_ok()).then(|| {
@@ -55,7 +60,7 @@ impl Local {
                 name
             })
         });
-        Self { allowed, boot, rendezvous }
+        Self { allowed, boot, rdma, rendezvous }
     }
 
     pub(crate) fn allows(&self, kind: PathKind) -> bool {
@@ -75,6 +80,9 @@ impl Local {
             }
             // Memory is shared over Unix lanes, so these are offered with it.
             offer(OfferKind::UNIX, [&boot[..], name.as_bytes()].concat());
+        }
+        if self.rdma.is_ok() && self.allows(PathKind::Rdma) && self.allows(PathKind::Tcp) {
+            offer(OfferKind::RDMA, Vec::new());
         }
         if self.allows(PathKind::Tcp) {
             offer(OfferKind::TCP, Vec::new());
@@ -109,11 +117,18 @@ impl Local {
         let best = reason(PathKind::SharedMemory, by_descriptor.as_ref().map(|_| ()))
             || reason(PathKind::ProcessMemory, by_address.as_ref().map(|_| ()))
             || reason(PathKind::UnixSocket, sockets.as_ref().map(|_| ()));
+        let device = self.device(find(OfferKind::RDMA));
+        // Also beside Unix lanes, which the dialler may find out of reach.
+        let by_device = device.is_ok();
         let route = match unix {
             Ok(name) if best => Route::Unix(name),
-            _ => self.tcp_route(version, find(OfferKind::TCP), &mut not),
+            _ => {
+                // Without a word in the configuration it is not tried, and not worth a reason.
+                not.extend(device.err().filter(|_| self.allows(PathKind::Rdma)).map(|why| (PathKind::Rdma, why)));
+                self.tcp_route(version, find(OfferKind::TCP), &mut not)
+            }
         };
-        Choice { route, by_descriptor: by_descriptor.is_ok(), by_address: by_address.is_ok(), not }
+        Choice { route, by_descriptor: by_descriptor.is_ok(), by_address: by_address.is_ok(), by_device, not }
     }
 
     /// What to take when the chosen way failed with `problem`.
@@ -121,11 +136,19 @@ impl Local {
         let without: Vec<Offer> = theirs.iter().filter(|offer| offer.kind != OfferKind::UNIX).cloned().collect();
         let mut choice = self.choose(version, &without);
         for (kind, reason) in &mut choice.not {
-            if self.allows(*kind) && *kind != PathKind::Tcp {
+            if self.allows(*kind) && *kind < PathKind::Rdma {
                 problem.clone_into(reason);
             }
         }
         choice
+    }
+
+    fn device(&self, theirs: Option<&Offer>) -> Result<(), String> {
+        if !self.allows(PathKind::Rdma) {
+            return Err(NOT_ALLOWED.to_owned());
+        }
+        self.rdma.clone()?;
+        theirs.map(|_| ()).ok_or_else(|| "the peer does not offer it".to_owned())
     }
 
     fn unix_route(&self, version: u16, theirs: Option<&Offer>) -> Result<String, String> {
@@ -169,7 +192,7 @@ impl Choice {
                 if self.route != Route::Tcp {
                     not.push((PathKind::UnixSocket, "the peer dialled TCP lanes: it could not reach ours".to_owned()));
                 }
-                PathKind::Tcp
+                if self.by_device { PathKind::Rdma } else { PathKind::Tcp }
             }
         };
         PathReport { kind, not }
@@ -207,7 +230,7 @@ mod tests {
     use PathKind::{ProcessMemory, SharedMemory, Tcp, UnixSocket};
 
     fn local(allowed: &[PathKind], boot: u8) -> Local {
-        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed) }
+        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed, Err("no device".to_owned())) }
     }
 
     #[test]

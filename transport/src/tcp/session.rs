@@ -13,8 +13,9 @@ use kvferry_protocol::wire::{FrameHeader, Refusal};
 
 use super::rate::TokenBucket;
 use super::stream::Stream;
+use super::verbs::Verbs;
 use crate::api::GrantKey;
-use crate::core::{Core, Outbox, SessionKey};
+use crate::core::{Core, FrameCut, Outbox, SessionKey};
 use crate::error::TransportError;
 use crate::share::{Lender, Sharing};
 
@@ -31,6 +32,10 @@ pub(crate) struct Session {
     pub(crate) address: Option<SocketAddr>,
     /// Memory that the two read in each other, if they do.
     pub(crate) sharing: Option<Sharing>,
+    /// The thread that carries payload by RDMA devices, on sessions of that path.
+    pub(crate) verbs: Option<Arc<Verbs>>,
+    /// What it leaves to the lanes.
+    for_lanes: Mutex<VecDeque<FrameCut>>,
     pub(crate) outbox: Outbox,
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
@@ -57,6 +62,7 @@ pub(crate) struct SessionSetup {
     pub(crate) max_posts: usize,
     pub(crate) link_bytes_per_second: Option<f64>,
     pub(crate) sharing: Option<Sharing>,
+    pub(crate) verbs: Option<Arc<Verbs>>,
     pub(crate) sockets: Vec<Arc<Stream>>,
 }
 
@@ -69,6 +75,8 @@ impl Session {
             version: setup.version,
             address: setup.address,
             sharing: setup.sharing,
+            verbs: setup.verbs,
+            for_lanes: Mutex::default(),
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
             control: Mutex::default(),
@@ -83,6 +91,27 @@ impl Session {
     /// Lets the peer read payload where it lies, if that was agreed.
     pub(crate) fn lender(&self) -> Option<&Lender> {
         self.sharing.as_ref().map(|sharing| &sharing.lender)
+    }
+
+    /// The next frame for a lane.
+    pub(crate) fn next_frame(&self, frame_bytes: u64) -> Option<FrameCut> {
+        let Some(verbs) = &self.verbs else {
+            return self.outbox.next_frame(frame_bytes, self.version, self.lender());
+        };
+        let cut = lock(&self.for_lanes).pop_front();
+        if cut.is_some() {
+            verbs.wake();
+        }
+        cut
+    }
+
+    /// Leaves a frame to the lanes.
+    pub(crate) fn give_to_lanes(&self, cut: FrameCut) {
+        lock(&self.for_lanes).push_back(cut);
+    }
+
+    pub(crate) fn waiting_for_lanes(&self) -> usize {
+        lock(&self.for_lanes).len()
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -167,6 +196,10 @@ impl Session {
             // It fails if the peer was quicker.
             let _ = socket.shutdown(Shutdown::Both);
         }
+        if let Some(verbs) = &self.verbs {
+            verbs.close(self.key);
+        }
+        lock(&self.for_lanes).clear();
         core.grants.close_session(self.key);
         self.outbox.close(core, reason);
     }

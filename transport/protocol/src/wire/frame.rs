@@ -46,6 +46,8 @@ pub enum FrameKind {
     Mapped,
     /// A part of a write whose payload stays where it is: table of a [`Loan`](crate::wire::Loan), extents and notification.
     Lend,
+    /// A word of the session's path; the table is what the transport says. On the control lane, since version 3.
+    Path,
 }
 
 /// Why a receiver refuses a write.
@@ -258,7 +260,7 @@ impl FrameHeader {
     fn check_limits(&self) -> Result<(), WireError> {
         let (table_limit, payload_limit) = match self.kind {
             FrameKind::Data => (MAX_TABLE_BYTES, MAX_PAYLOAD_BYTES),
-            FrameKind::Message => (MAX_MESSAGE_BYTES, 0),
+            FrameKind::Message | FrameKind::Path => (MAX_MESSAGE_BYTES, 0),
             FrameKind::Goodbye => (MAX_GOODBYE_BYTES, 0),
             FrameKind::Share => (Share::BYTES, 0),
             FrameKind::Mapped => (MAX_MAPPED_BYTES, 0),
@@ -301,6 +303,7 @@ fn kind_code(kind: FrameKind) -> u8 {
         FrameKind::Share => 9,
         FrameKind::Mapped => 10,
         FrameKind::Lend => 11,
+        FrameKind::Path => 12,
     }
 }
 
@@ -317,6 +320,7 @@ fn decode_kind(code: u8, version: u16) -> Result<FrameKind, WireError> {
         9 if version >= LENDING_SINCE => FrameKind::Share,
         10 if version >= LENDING_SINCE => FrameKind::Mapped,
         11 if version >= LENDING_SINCE => FrameKind::Lend,
+        12 if version >= LENDING_SINCE => FrameKind::Path,
         found => return Err(WireError::Value { what: "the kind of a frame", found: found.into() }),
     })
 }

@@ -1,0 +1,440 @@
+//! One session's queue pairs, as the RDMA thread drives them.
+//!
+//! States: *connecting* (parameters are exchanged) -> *ready* (frames go) -> *closed* (the queue pairs are gone).
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kvferry_protocol::pages::{Extent, Pages};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, check_extents};
+
+use super::endpoint::Shared;
+use super::session::Session;
+use super::verbs::{Verbs, broken, refuse, say};
+use super::verbs_words::VerbsWord;
+use crate::api::GrantKey;
+use crate::core::{Busy, Counters, FrameCut, Inbound, Post, RunList, Seals, SealsSeen};
+use crate::rdma::machine::MachineEvent;
+use crate::rdma::memory::{PeerMemory, RegionKeys, intersect};
+use crate::rdma::rails::{Adapter, Rails};
+use crate::rdma::work::{Key, Order};
+
+/// How long a peer may take to answer a fence before the queue pairs are ended.
+const ASK: Duration = Duration::from_secs(1);
+/// Windows of one peer that are remembered; what is over goes by lanes.
+const MAX_WINDOWS: usize = 1 << 16;
+/// Writes of one window; what is over goes by lanes.
+const MAX_WRITES: usize = 1 << 16;
+/// Frames that wait for lanes.
+const MAX_FOR_LANES: usize = 8;
+
+pub(super) struct Link {
+    session: Arc<Session>,
+    adapter: Arc<Adapter>,
+    rails: Rails,
+    is_connected: bool,
+    is_ready: bool,
+    is_closed: bool,
+    /// What the peer told before its queue pairs were known.
+    early_regions: Vec<RegionKeys>,
+    windows: HashMap<GrantKey, PeerWindow>,
+    orders: HashMap<u64, Under>,
+    next_order: u64,
+    landings: VecDeque<Bytes>,
+    /// What the peer waits for, by its number, and with the extents of a seal.
+    owed: Vec<(u32, GrantKey, Option<Vec<Extent>>)>,
+    heard_fences: u32,
+    /// What this side waits for, by its number, until when.
+    asked: Vec<(u32, Instant, SyncSender<()>)>,
+    said_fences: u32,
+    closers: Vec<SyncSender<()>>,
+    events: Vec<MachineEvent>,
+    /// The outbox was in use.
+    pub(super) is_to_try_again: bool,
+}
+
+/// A grant of the peer's.
+struct PeerWindow {
+    list: RunList,
+    /// Of each piece, its region.
+    regions: Vec<usize>,
+    seals: Seals,
+    /// Writes that have begun.
+    begun: BTreeSet<u32>,
+}
+
+/// An order under way.
+struct Under {
+    post: Arc<Post>,
+    extents: Vec<Extent>,
+    bytes: u64,
+}
+
+impl Link {
+    pub(super) fn new(verbs: &Verbs, shared: &Shared, session: Arc<Session>, now: Instant) -> Option<Self> {
+        let rails = match Rails::new(&verbs.adapter, session.key.0, now) {
+            Ok(rails) => rails,
+            Err(error) => {
+                broken(shared, &session, format!("its queue pairs cannot be made: {error}"));
+                return None;
+            }
+        };
+        say(&session, &VerbsWord::Parameters(rails.parameters()));
+        shared.waker.wake();
+        let (windows, orders, landings) = Default::default();
+        Some(Self {
+            session,
+            adapter: Arc::clone(&verbs.adapter),
+            rails,
+            is_connected: false,
+            is_ready: false,
+            is_closed: false,
+            early_regions: Vec::new(),
+            windows,
+            orders,
+            next_order: 0,
+            landings,
+            owed: Vec::new(),
+            heard_fences: 0,
+            asked: Vec::new(),
+            said_fences: 0,
+            closers: Vec::new(),
+            events: Vec::new(),
+            is_to_try_again: false,
+        })
+    }
+
+    /// Closed, and somebody asked for that.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_closed && !self.closers.is_empty()
+    }
+
+    pub(super) fn hear(&mut self, shared: &Shared, word: VerbsWord, now: Instant) {
+        let outcome = match word {
+            VerbsWord::Parameters(peer) if !self.is_connected => {
+                let connected = self.rails.connect(&peer, now).map_err(|error| error.to_string());
+                connected.and_then(|()| {
+                    self.is_connected = true;
+                    std::mem::take(&mut self.early_regions).into_iter().try_for_each(|keys| self.add_region(keys))?;
+                    say(&self.session, &VerbsWord::Ready);
+                    shared.waker.wake();
+                    Ok(())
+                })
+            }
+            VerbsWord::Region(keys) if self.is_connected => self.add_region(keys),
+            VerbsWord::Region(keys) if self.early_regions.len() < 4096 => {
+                self.early_regions.push(keys);
+                Ok(())
+            }
+            VerbsWord::Ready if self.is_connected => {
+                self.is_ready = true;
+                Ok(())
+            }
+            VerbsWord::Window { grant, pages } => {
+                if let Some(window) = PeerWindow::new(&pages, self.rails.peer_memory(), &self.early_regions)
+                    && self.windows.len() < MAX_WINDOWS
+                {
+                    self.windows.insert(grant, window);
+                }
+                Ok(())
+            }
+            VerbsWord::Fence { grant } => self.owe(grant, None),
+            VerbsWord::Seal { grant, extents } => self.owe(grant, Some(extents)),
+            VerbsWord::Fenced { ticket } => {
+                // Dropping the sender is the answer.
+                self.asked.retain(|(asked, ..)| *asked != ticket);
+                Ok(())
+            }
+            _ => Err("a word that does not fit".to_owned()),
+        };
+        if let Err(problem) = outcome {
+            broken(shared, &self.session, format!("its RDMA path: {problem}"));
+            self.rails.fence(now);
+        }
+    }
+
+    fn add_region(&mut self, keys: RegionKeys) -> Result<(), String> {
+        self.rails.add_peer_region(keys).map_err(|error| error.to_string())
+    }
+
+    /// The peer wants nothing more to land in a grant, or in extents of it.
+    fn owe(&mut self, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
+        if self.owed.len() >= MAX_WINDOWS {
+            return Err("more fences than grants".to_owned());
+        }
+        match &extents {
+            None => drop(self.windows.remove(&grant)),
+            Some(extents) => {
+                if let Some(window) = self.windows.get_mut(&grant) {
+                    let is_inside = |extent: &Extent| extent.end().is_some_and(|end| end <= window.list.bytes());
+                    if !extents.iter().all(is_inside) {
+                        return Err("a seal outside of its window".to_owned());
+                    }
+                    window.seals.add(extents);
+                }
+            }
+        }
+        self.owed.push((self.heard_fences, grant, extents));
+        self.heard_fences += 1;
+        Ok(())
+    }
+
+    /// This side wants nothing more to land.
+    pub(super) fn fence(
+        &mut self,
+        shared: &Shared,
+        grant: GrantKey,
+        extents: Option<Vec<Extent>>,
+        done: SyncSender<()>,
+        now: Instant,
+    ) {
+        if self.is_closed {
+            return;
+        }
+        let word = match extents {
+            None => VerbsWord::Fence { grant },
+            Some(extents) => VerbsWord::Seal { grant, extents },
+        };
+        say(&self.session, &word);
+        shared.waker.wake();
+        self.asked.push((self.said_fences, now + ASK, done));
+        self.said_fences += 1;
+    }
+
+    pub(super) fn close(&mut self, done: SyncSender<()>, now: Instant) {
+        self.closers.push(done);
+        self.rails.fence(now);
+    }
+
+    /// Ends at once: the endpoint ends.
+    pub(super) fn end(&mut self) {
+        self.rails.fence_now(&mut self.events);
+        for (_, order) in self.orders.drain() {
+            order.post.end_device_read();
+        }
+    }
+
+    /// Goes on; returns whether anything happened.
+    pub(super) fn turn(&mut self, shared: &Shared, now: Instant) -> bool {
+        let mut is_busy = self.rails.poll(now, &mut self.events);
+        self.take_events(shared);
+        is_busy |= self.land(shared, now);
+        if !self.is_closed && self.asked.iter().any(|(_, until, _)| *until <= now) {
+            broken(shared, &self.session, "it did not answer a fence in time; its queue pairs are ended".to_owned());
+            self.rails.fence(now);
+            self.rails.poll(now, &mut self.events);
+            self.take_events(shared);
+        }
+        if self.is_closed {
+            self.asked.clear();
+            return is_busy;
+        }
+        self.answer(shared);
+        is_busy | self.pump(shared, now)
+    }
+
+    fn take_events(&mut self, shared: &Shared) {
+        for event in std::mem::take(&mut self.events) {
+            match event {
+                MachineEvent::Sent { id } => {
+                    if let Some(order) = self.orders.remove(&id) {
+                        Counters::add(&shared.core.counters.sent_bytes, order.bytes);
+                        order.post.end_device_read();
+                    }
+                    self.session.note_moved(Instant::now());
+                }
+                MachineEvent::Failed { id, .. } => {
+                    if let Some(order) = self.orders.remove(&id) {
+                        order.post.end_device_read();
+                    }
+                }
+                MachineEvent::Landed { head } => self.landings.push_back(head),
+                MachineEvent::Broken { fault } => broken(shared, &self.session, format!("its RDMA path: {fault}")),
+                MachineEvent::Closed => self.is_closed = true,
+            }
+        }
+    }
+
+    /// Takes what landed, while somebody polls for it.
+    fn land(&mut self, shared: &Shared, now: Instant) -> bool {
+        let mut has_landed = false;
+        while let Some(head) = (!shared.core.events.is_full()).then(|| self.landings.pop_front()).flatten() {
+            has_landed = true;
+            self.session.note_moved(now);
+            if let Err(problem) = self.take(shared, &head) {
+                broken(shared, &self.session, problem);
+            }
+        }
+        self.rails.hold(!self.landings.is_empty());
+        if has_landed {
+            shared.waker.wake();
+        }
+        has_landed
+    }
+
+    /// One frame, all of whose bytes are in place.
+    fn take(&self, shared: &Shared, head: &[u8]) -> Result<(), String> {
+        let (core, session) = (&shared.core, &self.session);
+        let Some((header, table)) = head.split_first_chunk() else { return Err("a frame without a header".to_owned()) };
+        let header = FrameHeader::decode(header, session.version).map_err(|error| error.to_string())?;
+        header.check_table(table).map_err(|error| error.to_string())?;
+        if header.kind != FrameKind::Data || header.table_bytes as usize != table.len() {
+            return Err("a frame that its device cannot have written".to_owned());
+        }
+        match Inbound::admit(core, session.key, &header, table, Vec::new()).map_err(|error| error.to_string())? {
+            Err(refusal) => refuse(core, session, &header, refusal),
+            // Nothing is placed: it says whether that would have been allowed.
+            Ok(mut inbound) => match inbound.place(|_| (0, ())).and_then(|()| inbound.land(core, &session.peer)) {
+                Ok(true) => {
+                    let word = FrameHeader::about(FrameKind::Ack, None, header.grant, header.sequence);
+                    let _ = session.queue_control(word, &[], usize::MAX);
+                }
+                Ok(false) => {}
+                Err(refusal) => refuse(core, session, &header, refusal),
+            },
+        }
+        Ok(())
+    }
+
+    /// Says which of the peer's fences are fulfilled.
+    fn answer(&mut self, shared: &Shared) {
+        let orders = &self.orders;
+        let is_clear = |(_, grant, extents): &mut (u32, GrantKey, Option<Vec<Extent>>)| {
+            let meets = |order: &Under| match &*extents {
+                None => true,
+                Some(extents) => extents.iter().any(|sealed| order.extents.iter().any(|extent| sealed.meets(extent))),
+            };
+            !orders.values().any(|order| order.post.grant == *grant && meets(order))
+        };
+        let clear: Vec<_> = self.owed.extract_if(.., is_clear).collect();
+        for (ticket, ..) in &clear {
+            say(&self.session, &VerbsWord::Fenced { ticket: *ticket });
+        }
+        if !clear.is_empty() {
+            shared.waker.wake();
+        }
+    }
+
+    /// Posts frames while there is room.
+    fn pump(&mut self, shared: &Shared, now: Instant) -> bool {
+        self.is_to_try_again = false;
+        let mut has_posted = false;
+        while self.is_ready && self.rails.has_room() && self.session.waiting_for_lanes() < MAX_FOR_LANES {
+            let cut = match self.session.outbox.try_next_frame(shared.config.frame_bytes, self.session.version) {
+                Ok(Some(cut)) => cut,
+                Ok(None) => break,
+                Err(Busy) => {
+                    self.is_to_try_again = true;
+                    break;
+                }
+            };
+            has_posted = true;
+            match self.order(&cut) {
+                Some(order) => self.post(cut, order, now),
+                None => {
+                    self.session.give_to_lanes(cut);
+                    shared.wake_data();
+                }
+            }
+        }
+        has_posted
+    }
+
+    fn post(&mut self, cut: FrameCut, order: Order, now: Instant) {
+        if !cut.post.begin_device_read() {
+            return; // it ended meanwhile; the receiver is asked about it on the control lane
+        }
+        let id = order.id;
+        let under = Under { post: cut.post, extents: cut.extents, bytes: cut.payload_bytes };
+        if self.rails.post(order, now).is_ok() {
+            self.orders.insert(id, under);
+        } else {
+            // It had room, so the order itself does not fit, or the queue pairs have just failed, which ends the session.
+            under.post.end_device_read();
+            tracing::warn!(peer = %self.session.name, "a frame was not taken by the queue pairs");
+        }
+    }
+
+    /// The frame as requests of the device; `None` if lanes have to carry it.
+    fn order(&mut self, cut: &FrameCut) -> Option<Order> {
+        let window = self.windows.get_mut(&cut.post.grant)?;
+        check_extents(&cut.extents, window.list.bytes(), cut.payload_bytes).ok()?;
+        // What the receiver would refuse goes to it by a lane, where it is refused before it is placed.
+        let is_again = cut.frame == 0 && window.begun.contains(&cut.post.sequence);
+        if is_again || window.seals.meet(&cut.extents, &mut SealsSeen::default()) || window.begun.len() >= MAX_WRITES {
+            return None;
+        }
+        let (mut local, mut remote) = (Vec::<(Key, u64, u64)>::new(), Vec::new());
+        self.adapter.locate(&cut.runs, &mut local).ok()?;
+        window.locate(&cut.extents, self.rails.peer_memory(), &mut remote)?;
+        if !self.rails.takes_head(cut.head.len()) {
+            return None;
+        }
+        window.begun.insert(cut.post.sequence);
+        let id = self.next_order;
+        self.next_order += 1;
+        Some(Order { id, head: Bytes::from(cut.head.clone()), runs: intersect(&local, &remote) })
+    }
+
+    /// Asks the device for an event; returns whether something came before.
+    pub(super) fn arm(&mut self, now: Instant) -> bool {
+        if self.is_closed {
+            return false;
+        }
+        self.rails.arm(now);
+        let taken = self.rails.poll(now, &mut self.events);
+        taken || !self.events.is_empty()
+    }
+
+    pub(super) fn poll_timeout(&self) -> Option<Instant> {
+        self.rails.poll_timeout().into_iter().chain(self.asked.iter().map(|(_, until, _)| *until)).min()
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        for (_, order) in self.orders.drain() {
+            order.post.end_device_read();
+        }
+    }
+}
+
+impl PeerWindow {
+    /// Checks a window against what the peer told of its regions.
+    fn new(pages: &Pages, memory: &PeerMemory, early: &[RegionKeys]) -> Option<Self> {
+        let highest = pages.bases.iter().copied().max().unwrap_or(0);
+        let mut regions = Vec::with_capacity(pages.pieces.len());
+        for piece in &pages.pieces {
+            let nest = Extent { offset: piece.offset, loops: piece.loops.clone(), run_bytes: piece.run_bytes };
+            let region = piece.region.get() as usize;
+            let bytes = memory.region_bytes(region).or_else(|| early.get(region).map(|keys| keys.bytes))?;
+            let end = nest.end().and_then(|end| end.checked_add(highest))?;
+            if end > bytes {
+                return None;
+            }
+            regions.push(region);
+        }
+        let list = RunList::of_pages(pages)?;
+        Some(Self { list, regions, seals: Seals::default(), begun: BTreeSet::new() })
+    }
+
+    /// Where the bytes of extents lie in the peer's memory.
+    fn locate(&self, extents: &[Extent], memory: &PeerMemory, remote: &mut Vec<(Key, u64, u64)>) -> Option<()> {
+        use std::ops::ControlFlow::{Break, Continue};
+        let extents = RunList::of_extents(extents)?;
+        let mut is_found = true;
+        extents.walk(0, extents.bytes(), |_, from, bytes| {
+            self.list.walk(from, from + bytes, |piece, offset, bytes| {
+                let found =
+                    memory.locate(self.regions[piece], offset, bytes, |key, at, bytes| remote.push((key, at, bytes)));
+                is_found &= found.is_ok();
+                if is_found { Continue(()) } else { Break(()) }
+            });
+            if is_found { Continue(()) } else { Break(()) }
+        });
+        is_found.then_some(())
+    }
+}
