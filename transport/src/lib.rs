@@ -15,6 +15,7 @@ mod raw;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod ucx;
 
 #[cfg(feature = "planted")]
 pub use self::core::Planted;

@@ -35,7 +35,7 @@ impl RawRun {
         self.0.iov_len
     }
 
-    fn address(self) -> *mut u8 {
+    pub(crate) fn address(self) -> *mut u8 {
         self.0.iov_base.cast()
     }
 

@@ -19,7 +19,7 @@ mod session;
 mod shake;
 mod socket;
 mod target;
-mod wake;
+pub(crate) mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};
 pub use endpoint::Tcp;
