@@ -90,6 +90,7 @@ pub(super) struct Link {
     is_greeted: bool,
     moved: Moved,
     reason: Option<UcxError>,
+    closing: Option<Rc<Ticket>>,
     waiting: Vec<SyncSender<()>>,
     drain: Duration,
     connect: Duration,
@@ -157,6 +158,7 @@ impl Link {
             is_greeted: false,
             moved: Moved { at: now, ended: 0 },
             reason: None,
+            closing: None,
             waiting: Vec::new(),
             drain: config.drain,
             connect: config.connect,
@@ -264,7 +266,7 @@ impl Link {
     pub(super) fn turn(&mut self, regions: &Regions, now: Instant, out: &mut Vec<UcxEvent>) -> bool {
         let mut moved = false;
         for _ in 0..PROGRESS_CALLS {
-            if !self.worker.progress() {
+            if self.is_over(now) || !self.worker.progress() {
                 break;
             }
             moved = true;
@@ -285,7 +287,13 @@ impl Link {
 
     /// Whether UCX may be told to let go of everything.
     pub(super) fn is_over(&self, now: Instant) -> bool {
-        matches!(self.stage, Stage::Closing { until } if self.counts.under_way() == 0 || now >= until)
+        matches!(self.stage, Stage::Closing { until } if self.is_drained() || now >= until)
+    }
+
+    /// Whether UCX reads and writes nothing of ours any more. The closing of the endpoint itself is not waited for: the worker is
+    /// destroyed next, and driving it meanwhile would let the peer's emulated puts in.
+    fn is_drained(&self) -> bool {
+        self.counts.under_way() == self.closing.as_ref().map_or(0, |closing| closing.under_way())
     }
 
     /// When the link has to be driven though nothing wakes it.
@@ -301,8 +309,9 @@ impl Link {
     /// Destroys endpoint and worker, then ends what was left. After this no byte of the peer lands through this link, and UCX
     /// reads nothing of its posts.
     pub(super) fn finish(mut self, out: &mut Vec<UcxEvent>) {
+        let is_drained = self.is_drained();
         if let Some(mut endpoint) = self.endpoint.take() {
-            if self.counts.under_way() == 0 {
+            if is_drained {
                 endpoint.set_drained();
             } else {
                 tracing::warn!(link = %self.id, under_way = self.counts.under_way(), "UCX did not end all operations in time");
@@ -549,6 +558,7 @@ impl Link {
             endpoint.close(&ticket);
         }
         ticket.seal();
+        self.closing = Some(ticket);
     }
 }
 

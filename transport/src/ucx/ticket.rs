@@ -81,6 +81,10 @@ impl Ticket {
         }
     }
 
+    pub(super) fn under_way(&self) -> usize {
+        self.under_way.get()
+    }
+
     pub(super) fn is_done(&self) -> bool {
         self.is_sealed.get() && self.under_way.get() == 0
     }
