@@ -15,7 +15,11 @@ use kvferry_transport::{GrantKey, Source, Write};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-pub(crate) const ARENA_BYTES: usize = 4 << 20;
+/// Bytes of each side's memory, at least 1 MiB; less than usual where everything is emulated.
+pub(crate) fn arena_bytes() -> usize {
+    std::env::var("KVFERRY_UCX_ARENA_MIB").map_or(4 << 20, |mib| mib.parse::<usize>().expect("a number of MiB") << 20)
+}
+
 const PORT_VARIABLE: &str = "KVFERRY_UCX_TEST_PORT";
 
 /// One side: a node, its memory, and at most one link.
@@ -34,7 +38,7 @@ impl Side {
     pub(crate) fn new() -> Self {
         let events = UcxEvents::new(1 << 16);
         let node = UcxNode::start(config(), events.clone()).expect("UCX starts");
-        let memory = Arena::new(ARENA_BYTES, 0);
+        let memory = Arena::new(arena_bytes(), 0);
         #[expect(unsafe_code, reason = "registering is the caller's promise")]
         // SAFETY: the node is dropped before the arena, which is behind atomics.
         let region = unsafe { node.register(memory.memory()) }.expect("UCX registers memory");
@@ -154,7 +158,7 @@ pub(crate) fn pattern(seed: u64) -> Vec<u8> {
         state ^= state << 17;
         state.to_le_bytes()
     };
-    (0..ARENA_BYTES / 8).flat_map(word).collect()
+    (0..arena_bytes() / 8).flat_map(word).collect()
 }
 
 /// The same random write for the same seed, in any process.
@@ -163,7 +167,7 @@ pub(crate) fn random_write(seed: u64) -> ScatteredWrite {
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let random = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let mut runner = TestRunner::new_with_rng(Config::default(), random);
-    scattered_write(ARENA_BYTES as u64).new_tree(&mut runner).expect("a write").current()
+    scattered_write(arena_bytes() as u64).new_tree(&mut runner).expect("a write").current()
 }
 
 pub(crate) fn blocks(block_bytes: u64, numbers: impl IntoIterator<Item = u64>) -> Pages {
@@ -323,13 +327,13 @@ fn obey(side: &mut Side, wire: &mut Wire, word: u8, bytes: &Bytes) -> Option<Byt
         GRANT => side.node.window(&random_write(number()).window).unwrap(),
         GRANT_BLOCKS => {
             let block_bytes = number();
-            side.node.window(&blocks(block_bytes, 0..ARENA_BYTES as u64 / block_bytes)).unwrap()
+            side.node.window(&blocks(block_bytes, 0..arena_bytes() as u64 / block_bytes)).unwrap()
         }
         COMPARE => {
             side.wait_noted();
             let before = pattern(u64::from_le_bytes(bytes[8..].try_into().unwrap()));
             let want = random_write(number()).apply(&pattern(number()), &before);
-            let got = side.memory.read(0, ARENA_BYTES);
+            let got = side.memory.read(0, arena_bytes());
             let differing = want.iter().zip(got).filter(|&(want, got)| *want != got).count();
             differing.to_string().into()
         }
@@ -388,7 +392,7 @@ fn flood(side: &mut Side, wire: &Wire, window: &Bytes) -> u64 {
                 return posted;
             }
             live += 1;
-            at = (at + POST_BYTES) % ARENA_BYTES as u64;
+            at = (at + POST_BYTES) % arena_bytes() as u64;
         }
         for event in side.wait_some() {
             match event {
