@@ -168,7 +168,7 @@ impl Engine<'_> {
     fn register(&mut self, memory: crate::raw::RawRun) -> Result<RegionKey, UcxError> {
         // SAFETY: the caller of `UcxNode::register` keeps the memory until the node is shut down, which drops the region.
         let mapped = unsafe { Mapped::new(&self.context, memory) }?;
-        let (start, bytes) = (memory.address().expose_provenance(), memory.bytes());
+        let (start, bytes) = (memory.start().expose_provenance(), memory.bytes());
         let key = RegionKey { address: start as u64, bytes: bytes as u64, packed: mapped.pack()? };
         self.regions.add(start, bytes, mapped);
         Ok(key)

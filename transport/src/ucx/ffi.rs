@@ -163,7 +163,7 @@ impl Mapped {
             | sys::UCP_MEM_MAP_PARAM_FIELD_LENGTH
             | sys::UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
         params.field_mask = u64::from(fields);
-        params.address = memory.address().cast();
+        params.address = memory.start().cast();
         params.length = memory.bytes();
         params.memory_type = sys::UCS_MEMORY_TYPE_HOST;
         let mut raw = null_mut();
@@ -471,7 +471,7 @@ impl Endpoint {
                 params.op_attr_mask |= sys::UCP_OP_ATTR_FIELD_MEMH;
                 params.memh = local.raw;
             }
-            let (start, count) = (run.address().cast(), run.bytes());
+            let (start, count) = (run.start().cast(), run.bytes());
             // SAFETY: endpoint, key and region are live; the caller keeps the run. Where it goes is the peer's affair.
             unsafe { library.ucp_put_nbx(self.raw, start, count, to.address, key, &raw const *params) }
         })

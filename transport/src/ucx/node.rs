@@ -135,7 +135,7 @@ impl UcxNode {
             return Err(refuse("there are too many regions; register larger ones"));
         }
         let run =
-            (memory.bytes <= isize::MAX as usize).then(|| Region::new(memory).run(0, memory.bytes as u64)).flatten();
+            (memory.bytes <= isize::MAX as usize).then(|| Region::new(&memory).run(0, memory.bytes as u64)).flatten();
         let run = run.filter(|run| run.bytes() > 0).ok_or_else(|| refuse("a region has 1 to isize::MAX bytes"))?;
         let key = self.ask(|reply| Command::Register { memory: run, reply })??;
         let region = self.shared.regions.add(memory).map_err(UcxError::Write)?;

@@ -18,7 +18,7 @@ impl Regions {
 
     /// A region that holds all of `run`; none for a slab. Where regions overlap it may miss one, and UCX searches then.
     pub(super) fn find(&self, run: RawRun) -> Option<&Mapped> {
-        let start = run.address().addr();
+        let start = run.start().addr();
         let at = self.by_address.partition_point(|(other, ..)| *other <= start).checked_sub(1)?;
         let (_, end, mapped) = &self.by_address[at];
         (start + run.bytes() <= *end).then_some(mapped)
