@@ -71,6 +71,14 @@ pub(crate) enum CliError {
         /// Its word.
         why: String,
     },
+    /// A tool that measures a limit failed.
+    #[error("{name} failed, so there is no limit to compare with: {why}")]
+    Tool {
+        /// Its name.
+        name: &'static str,
+        /// What it said.
+        why: String,
+    },
     /// The other side said what does not fit.
     #[error("the other side said {found}; is it the same release of kvferry?")]
     Word {

@@ -34,9 +34,15 @@ pub(crate) fn percentile(samples: &mut [f64], part: f64) -> f64 {
     samples.get(at.min(samples.len().saturating_sub(1))).copied().unwrap_or_default()
 }
 
-/// Rounded to three places: figures have no more to say.
+/// Rounded to three places: most figures have no more to say.
 pub(crate) fn rounded(value: f64) -> f64 {
-    (value * 1e3).round() / 1e3
+    rounded_to(value, 3)
+}
+
+/// Rounded to so many places.
+pub(crate) fn rounded_to(value: f64, places: i32) -> f64 {
+    let unit = 10_f64.powi(places);
+    (value * unit).round() / unit
 }
 
 #[cfg(test)]

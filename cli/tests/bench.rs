@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -268,4 +269,35 @@ fn many_peers_are_watched_idle_and_busy() {
     assert_eq!((&idle["peers"], &busy["peers"], &busy["verified"]), (&5.into(), &3.into(), &true.into()), "{found}");
     assert_eq!(idle["threads"][0], idle["threads"][1], "a thread for a peer: {found}");
     assert!(busy["gbps_least"].as_f64().unwrap() > 0.0 && busy["spread"].as_f64().unwrap() >= 0.0, "{found}");
+}
+
+/// Waits until somebody is connected to this port of this host.
+fn wait_connected(port: u16) {
+    let wanted = format!(":{port:04X}");
+    let is_connected = |line: &str| {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        words.get(1).is_some_and(|local| local.ends_with(&wanted)) && words.get(3) == Some(&"01")
+    };
+    let start = Instant::now();
+    while !std::fs::read_to_string("/proc/net/tcp").unwrap().lines().any(is_connected) {
+        assert!(start.elapsed() < Duration::from_secs(60), "nobody connects to port {port}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn another_side_that_is_killed_ends_the_bench_with_a_word() {
+    let (other, address) = listening(&["bench", "--listen", "127.0.0.1:0", "--memory", "1MiB"], PSK);
+    let mut command = kvferry();
+    command.args(["bench", "--connect", &address, "--block", "4KiB", "--memory", "1MiB", "--rounds", "1000"]);
+    command.env("KVFERRY_PSK", PSK).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let bench = command.spawn().unwrap();
+    wait_connected(address.rsplit_once(':').unwrap().1.parse().unwrap());
+    drop(other);
+    let output = bench.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
+    assert!(output.stdout.is_empty(), "no figures of what did not end: {output:?}");
+    // Which of its connections breaks first is chance.
+    let said = text(&output.stderr);
+    assert!(said.contains("is gone") || said.contains("socket"), "{said}");
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use crate::args::{Direction, Kind};
-use crate::figures::{Micros, rounded};
+use crate::figures::{Micros, rounded_to};
 use crate::size::Size;
 
 /// All sizes of one run.
@@ -86,8 +86,8 @@ pub(crate) struct Rounded {
 
 impl From<Micros> for Rounded {
     fn from(micros: Micros) -> Self {
-        let one_place = |value: f64| rounded(value * 1e2).round() / 1e2;
-        Self { p50: one_place(micros.p50), p99: one_place(micros.p99), p999: one_place(micros.p999) }
+        let one = |value| rounded_to(value, 1);
+        Self { p50: one(micros.p50), p99: one(micros.p99), p999: one(micros.p999) }
     }
 }
 

@@ -106,7 +106,7 @@ impl Served {
                 };
                 station.say(&Word::Closed { wrong_blocks })
             }
-            Word::Listen { sockets } => self.listen(station, sockets),
+            Word::Listen { sockets, near } => self.listen(station, sockets, near),
             Word::Stream { sockets } => {
                 station.may_rest()?;
                 let case = &station.ground_if_begun()?.case;
@@ -119,12 +119,12 @@ impl Served {
         }
     }
 
-    fn listen(&mut self, station: &Station, sockets: u32) -> Result<(), CliError> {
+    fn listen(&mut self, station: &Station, sockets: u32, near: bool) -> Result<(), CliError> {
         if !(1..=64).contains(&sockets) {
             return Err(CliError::Word { found: format!("{sockets} plain sockets, which is not 1 to 64") });
         }
         let family = match (self.kind, endpoint::ip_of(&station.local_address())) {
-            (Kind::Tcp, Some(ip)) => Family::Tcp(ip),
+            (Kind::Tcp, Some(ip)) => Family::Tcp { ip, near },
             _ => Family::Unix,
         };
         let listener = Listener::bind(family)?;

@@ -31,8 +31,8 @@ pub(crate) enum Word {
     Close,
     /// Revoked; so many blocks are not what was sent.
     Closed { wrong_blocks: u64 },
-    /// Listen for plain sockets.
-    Listen { sockets: u32 },
+    /// Listen for plain sockets; `near` if both sides are on one host.
+    Listen { sockets: u32, near: bool },
     /// Here.
     Listening { address: String },
     /// Move a pass over the first so many plain sockets.

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use crate::args::Kind;
-use crate::figures::{best, median, rounded};
+use crate::figures::{best, median, rounded, rounded_to};
 
 /// What many peers of one node get, and cost it.
 #[derive(Debug, Serialize)]
@@ -62,9 +62,9 @@ pub(super) fn busy(moved: &[u64], seconds: f64, cpu: f64, threads: u64, verified
     Busy {
         peers: moved.len() as u32,
         gbps_total: rounded(total),
-        gbps_median: rounded(middle),
-        gbps_least: rounded(least),
-        gbps_most: rounded(most),
+        gbps_median: rounded_to(middle, 6),
+        gbps_least: rounded_to(least, 6),
+        gbps_most: rounded_to(most, 6),
         spread: rounded((most - least) / middle),
         cpu_seconds_per_gb: rounded(cpu / (total * seconds)),
         threads,

@@ -2,12 +2,15 @@
 
 mod memcpy;
 mod sockets;
+mod tools;
 
 use std::io;
 use std::time::Instant;
 
 pub(crate) use memcpy::Memcpy;
 pub(crate) use sockets::{Family, Listener, Memory, Sockets};
+
+use tools::{Tool, Which};
 
 use super::case::Span;
 use super::endpoint::ip_of;
@@ -22,6 +25,8 @@ pub(crate) enum Limit {
     Sockets { sockets: Sockets, counts: &'static [u32], name: &'static str },
     /// One thread copies the same blocks inside one process.
     Memcpy(Memcpy),
+    /// A tool of somebody else, between two processes of its own.
+    Tool(Tool),
     /// None can be measured here, and why.
     None(String),
 }
@@ -34,13 +39,19 @@ impl Limit {
         address: &kvferry_transport::PeerAddress,
     ) -> Result<Self, CliError> {
         let (family, counts, name): (_, &'static [u32], _) = match (kind, ip_of(address)) {
-            (Kind::Tcp, Some(ip)) => (Family::Tcp(ip), &[1, 2, 4], "raw TCP sockets"),
+            (Kind::Tcp, Some(ip)) => (Family::Tcp { ip, near: ip.is_loopback() }, &[1, 2, 4], "raw TCP sockets"),
             (Kind::Uds, _) => (Family::Unix, &[1, 2], "raw Unix sockets"),
             (Kind::Shm, _) => return Ok(Self::Memcpy(Memcpy::new(&station.ground().case))),
-            (kind, _) => return Ok(Self::None(format!("no tool measures the limit of {} here", kind.name()))),
+            (Kind::Ucx, Some(ip)) if ip.is_loopback() => return Ok(Self::tool(Which::Ucx, station)),
+            (Kind::Rdma, Some(ip)) if ip.is_loopback() => return Ok(Self::tool(Which::Verbs, station)),
+            (kind, _) => {
+                let why = "is measured only where both sides are on one machine: run its tool by hand, on both";
+                return Ok(Self::None(format!("the limit of {} {why}", kind.name())));
+            }
         };
         let count = counts.iter().copied().max().unwrap_or(1);
-        station.say(&Word::Listen { sockets: count })?;
+        let near = !matches!(family, Family::Tcp { near: false, .. });
+        station.say(&Word::Listen { sockets: count, near })?;
         let address = match station.hear("listen for plain sockets")? {
             Word::Listening { address } => address,
             other => return Err(other.unexpected()),
@@ -49,11 +60,16 @@ impl Limit {
         Ok(Self::Sockets { sockets, counts, name })
     }
 
+    fn tool(which: Which, station: &Station) -> Self {
+        let paths = std::env::var_os("PATH").unwrap_or_default();
+        Tool::find(which, &station.ground().case, &paths).map_or_else(Self::None, Self::Tool)
+    }
+
     /// In how many ways it is measured; the best one counts.
     pub(crate) fn ways(&self) -> usize {
         match self {
             Self::Sockets { counts, .. } => counts.len(),
-            Self::Memcpy(_) => 1,
+            Self::Memcpy(_) | Self::Tool(_) => 1,
             Self::None(_) => 0,
         }
     }
@@ -65,6 +81,7 @@ impl Limit {
                 format!("{} {}", counts[way], if counts[way] == 1 { &name[..name.len() - 1] } else { name })
             }
             Self::Memcpy(_) => "memcpy, one thread, the same blocks, cold".to_owned(),
+            Self::Tool(tool) => tool.name().to_owned(),
             Self::None(why) => why.clone(),
         }
     }
@@ -74,6 +91,7 @@ impl Limit {
         match self {
             Self::Sockets { sockets, counts, .. } => stream(sockets, counts[way], station),
             Self::Memcpy(memcpy) => Ok(memcpy.pass()),
+            Self::Tool(tool) => tool.pass(),
             Self::None(_) => Ok(0.0),
         }
     }
@@ -83,7 +101,7 @@ impl Limit {
         match self {
             Self::Sockets { sockets, .. } => requests(sockets, station, blocks, count),
             Self::Memcpy(memcpy) => Ok(memcpy.requests(blocks, count)),
-            Self::None(_) => Ok(Vec::new()),
+            Self::Tool(_) | Self::None(_) => Ok(Vec::new()),
         }
     }
 }

@@ -19,8 +19,8 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// Which family of sockets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Family {
-    /// TCP to this IP.
-    Tcp(IpAddr),
+    /// TCP to this IP; `near` between processes of one host.
+    Tcp { ip: IpAddr, near: bool },
     /// Unix stream sockets of this host, under a name that is no file.
     Unix,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Sockets(Vec<Socket>);
 impl Family {
     fn socket(self) -> io::Result<Socket> {
         let (domain, is_near) = match self {
-            Self::Tcp(ip) => (Domain::for_address(SocketAddr::new(ip, 0)), ip.is_loopback()),
+            Self::Tcp { ip, near } => (Domain::for_address(SocketAddr::new(ip, 0)), near),
             Self::Unix => (Domain::UNIX, true),
         };
         let socket = Socket::new(domain, Type::STREAM, None)?;
@@ -60,7 +60,7 @@ impl Listener {
     fn try_bind(family: Family) -> io::Result<Self> {
         let socket = family.socket()?;
         let address = match family {
-            Family::Tcp(ip) => {
+            Family::Tcp { ip, .. } => {
                 socket.bind(&SocketAddr::new(ip, 0).into())?;
                 let bound = socket.local_addr()?.as_socket();
                 bound.ok_or_else(|| io::Error::other("a bound address that is no IP and port"))?.to_string()
@@ -107,7 +107,11 @@ impl Sockets {
         let connect = |index: u32| -> io::Result<Socket> {
             let socket = family.socket()?;
             let to = match family {
-                Family::Tcp(_) => address.parse::<SocketAddr>().map_err(io::Error::other)?.into(),
+                // Only the port is news: whoever listens on a wildcard address does not know how it is reached.
+                Family::Tcp { ip, .. } => {
+                    let port = address.parse::<SocketAddr>().map_err(io::Error::other)?.port();
+                    SocketAddr::new(ip, port).into()
+                }
                 Family::Unix => abstract_address(address)?,
             };
             socket.connect(&to)?;
