@@ -19,8 +19,13 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Measures a transport between two processes or two machines, beside the limit of its path in the same run.
+    ///
+    /// Blocks move in scattered order, through the transport's public interface, between this process and one that it starts; or between
+    /// two machines, with --listen on one and --connect on the other.
+    #[command(after_help = EXIT_CODES)]
     Bench(BenchArgs),
     /// Says what this machine offers, and with an address what the pair of them offers.
+    #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
     /// Opens a library, in a process that it may take down with it.
     #[command(name = "try-library", hide = true)]
@@ -38,7 +43,9 @@ pub(crate) enum Command {
     },
 }
 
-/// Without --listen and --connect the command starts itself as the other side, on this machine.
+const EXIT_CODES: &str = "Exit codes: 0 all is well; 1 something was found wrong (a byte, a digest, what doctor calls BROKEN); \
+                          2 an argument that cannot be; 3 a transport that is not here; 4 the other side or the system failed.";
+
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
     /// What carries the blocks.
@@ -92,7 +99,7 @@ pub(crate) struct BenchArgs {
     /// Write a plot of rate over block size to this file.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
-    /// Be the other side of a --connect elsewhere, until the end of the input or an interrupt.
+    /// Be the other side of a --connect elsewhere, until interrupted.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["connect", "peers", "idle_peers", "json", "svg"])]
     pub(crate) listen: Option<String>,
     /// Measure to the --listen of another machine.
