@@ -9,7 +9,8 @@
 //! - *of T*: that over the transfer's own time (bytes over the link's rate);
 //! - *over LB*: by how much it exceeds the lower bound, `max(0, T - C)` and one layer on the link, in shares of that bound;
 //! - *slower*: the time of prefill's compute with the transfer over that without; *cpu*: the same for its CPU time, which other
-//!   work on the machine changes less;
+//!   work on the machine changes less; *waited*: the share of its time in which it was ready to run and another thread had the core,
+//!   less what that was without the transfer. What is slower and neither of these was taken from the whole machine (a hypervisor);
 //! - *writes*: how many.
 //!
 //! `cargo bench -p kvferry --bench overlap -- [rounds]`
@@ -71,6 +72,13 @@ struct Found {
 struct Compute {
     wall_s: f64,
     cpu_s: f64,
+    queued_s: f64,
+}
+
+impl Compute {
+    fn waited(&self) -> f64 {
+        self.queued_s / self.wall_s
+    }
 }
 
 fn main() {
@@ -83,7 +91,7 @@ fn main() {
         let transfer_s = compute_s * factor;
         let gbps = bytes as f64 * 8.0 / transfer_s / 1e9;
         println!("\ntransfer {link} of compute: T = {:.0} ms at {gbps:.2} Gbit/s", transfer_s * 1e3);
-        println!("  groups     exposed   of T   over LB   slower      cpu   writes");
+        println!("  groups     exposed   of T   over LB   slower      cpu   waited   writes");
         let groups = [None, Some(1), Some(4), Some(8), Some(LAYERS)];
         let mut cases: Vec<Case> = groups.map(|group| Case::new(group, gbps, transfer_s)).into();
         for round in 0..=rounds {
@@ -153,13 +161,14 @@ impl Case {
             (self.transfer_s - found.compute.wall_s).max(0.0) + layer
         };
         println!(
-            "  {:>8} {:>8.1} ms {:>4.1} %  {:>6.1} %  {:>5.1} %  {:>5.1} %  {:>6.0}",
+            "  {:>8} {:>8.1} ms {:>4.1} %  {:>6.1} %  {:>5.1} %  {:>5.1} %  {:>5.2} %  {:>6.0}",
             self.name,
             exposed * 1e3,
             exposed / self.transfer_s * 100.0,
             (median(self.found.iter().map(|found| found.exposed_s / bound(found))) - 1.0) * 100.0,
             (median(self.found.iter().map(|found| found.compute.wall_s / found.alone.wall_s)) - 1.0) * 100.0,
             (median(self.found.iter().map(|found| found.compute.cpu_s / found.alone.cpu_s)) - 1.0) * 100.0,
+            median(self.found.iter().map(|found| found.compute.waited() - found.alone.waited())) * 100.0,
             median(self.found.iter().map(|found| found.writes as f64)),
         );
     }
@@ -167,14 +176,14 @@ impl Case {
 
 /// Computes a prompt in steps; returns what that took, and when the last layer was saved.
 fn prefill_prompt(engine: &mut Engine, model: &mut Model, id: &RequestId, blocks: &[BlockId]) -> (Compute, Instant) {
-    let (mut compute, mut last) = (Compute { wall_s: 0.0, cpu_s: 0.0 }, Instant::now());
+    let (mut compute, mut last) = (Compute { wall_s: 0.0, cpu_s: 0.0, queued_s: 0.0 }, Instant::now());
     for start in (0..PROMPT).step_by(CHUNK as usize) {
         let tokens = start..start + CHUNK;
         let request = ScheduledRequest { id: id.clone(), tokens: tokens.clone(), blocks: blocks.to_vec() };
         let meta = engine.scheduler.build_step(&ScheduledStep { requests: vec![request] });
         let slot = |token| Slot::of_position(token as usize, blocks, TOKENS_PER_BLOCK).expect("it has a block");
         let slots: Vec<Slot> = tokens.map(slot).collect();
-        let (began, cpu) = (Instant::now(), cpu_seconds());
+        let (began, cpu, queued) = (Instant::now(), cpu_seconds(), queued_seconds());
         engine.worker.begin_step(meta).expect("a step");
         for layer in 0..LAYERS {
             model.layer();
@@ -184,6 +193,7 @@ fn prefill_prompt(engine: &mut Engine, model: &mut Model, id: &RequestId, blocks
         last = Instant::now();
         compute.wall_s += last.duration_since(began).as_secs_f64();
         compute.cpu_s += cpu_seconds() - cpu;
+        compute.queued_s += queued_seconds() - queued;
         engine.worker.wait_saved();
         engine.scheduler.apply(vec![engine.worker.poll()]);
     }
@@ -194,6 +204,12 @@ fn prefill_prompt(engine: &mut Engine, model: &mut Model, id: &RequestId, blocks
 fn cpu_seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// For how long this thread was ready to run and did not: the second number of its schedstat, in ns. 0 where the kernel keeps none.
+fn queued_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    text.split_whitespace().nth(1).and_then(|ns| ns.parse::<f64>().ok()).unwrap_or(0.0) / 1e9
 }
 
 /// A step without compute; returns whether a load is complete.

@@ -36,6 +36,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
         lanes_remote: network.lanes.map_or(defaults.lanes_remote, Into::into),
         // Restarts, replicas and ranks must not dial in step: the incarnation is drawn anew by each engine.
         redial_seed: config.peer().incarnation.get().rotate_left(config.peer().tp_rank.get().into()),
+        paths: network.paths.clone(),
         link_gbps: network.link_gbps,
         stall_ms: silence_ms,
         keepalive_ms: defaults.keepalive_ms.min(silence_ms / 4),

@@ -8,7 +8,7 @@ use kvferry_kernels::copy::RegionTable;
 use kvferry_kernels::{KvCacheView, KvDtype};
 use kvferry_protocol::RegionId;
 use kvferry_protocol::layout::KvLayout;
-use kvferry_transport::{Memory, MemoryKind, Transport};
+use kvferry_transport::{Memory, MemoryFile, MemoryKind, Transport};
 
 use crate::error::ConnectorError;
 use crate::pd::KvCache;
@@ -66,8 +66,9 @@ impl RawKvCache {
 pub(crate) fn register(transport: &dyn Transport, cache: &KvCache, first: u32) -> Result<u32, ConnectorError> {
     let regions = cache.regions();
     let next = first + regions.len() as u32;
-    for (index, (address, bytes)) in (first..).zip(regions) {
-        let memory = Memory { address, bytes, kind: MemoryKind::Host };
+    for (index, ((address, bytes), file)) in (first..).zip(regions.into_iter().zip(cache.files())) {
+        let file = file.map(|file| MemoryFile { file, offset: 0 });
+        let memory = Memory { address, bytes, kind: MemoryKind::Host, file };
         // SAFETY: the region stays mapped until `shutdown` returned: the driver holds kvferry's own, and the engine promised it
         // for its own. Page guards, or the engine's promise, keep others off the pages while a grant or a post uses them.
         let registered = unsafe { transport.register(memory) };

@@ -34,6 +34,8 @@ impl Setup {
     pub fn new(program: impl Into<PathBuf>) -> Self {
         Self { program: program.into(), arguments: Vec::new(), environment: Vec::new(), is_quiet: false }
             .env("KVFERRY_PSK", "a key for the whole cluster")
+            // Links between nodes are TCP proxies: what breaks them is to touch the payload.
+            .env("KVFERRY_PATHS", "tcp")
             .env("KVFERRY_TRANSFER_DEADLINE_MS", "20000")
             .env("KVFERRY_ABSENT_DEADLINE_MS", "1500")
             .env("KVFERRY_PROGRESS_DEADLINE_MS", "3000")

@@ -17,11 +17,17 @@ pub struct Shape {
     pub fails: bool,
     /// Whether prefill keeps blocks in host memory, and decode sends it those of its answers. Then prompts are repeated, too.
     pub write_back: bool,
+    /// How KV may go ([`PATHS`]).
+    pub paths: &'static str,
 }
+
+/// The ways of the shapes. Links break TCP; where memory is shared on one host they break the control lanes only, while nodes are
+/// stopped and killed all the same.
+const PATHS: [&str; 4] = ["tcp", "shm,uds", "tcp", "cma,uds"];
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { prefill_tp: 1, decode_tp: 1, prefill_first: false, fails: false, write_back: false }
+        Self { prefill_tp: 1, decode_tp: 1, prefill_first: false, fails: false, write_back: false, paths: "tcp" }
     }
 }
 
@@ -36,6 +42,7 @@ impl Shape {
         for last in (1..ranks.len()).rev() {
             ranks.swap(last, chance.below(last as u64 + 1) as usize);
         }
+        let turn = chance.below(4) as usize;
         [0, 1, 2, 3].map(|number: usize| {
             let (low, high) = (number & 1 == 1, number & 2 == 2);
             let (prefill_tp, decode_tp) = ranks[number];
@@ -45,6 +52,7 @@ impl Shape {
                 prefill_first: low ^ flip(0),
                 fails: high ^ flip(1),
                 write_back: low ^ high ^ flip(2),
+                paths: PATHS[(number + turn) % 4],
             }
         })
     }
@@ -66,7 +74,7 @@ impl Shape {
 
     fn both(&self, setup: &Setup) -> Setup {
         let order = if self.prefill_first { "prefill-first" } else { "decode-first" };
-        setup.clone().args(&format!("--order {order}"))
+        setup.clone().env("KVFERRY_PATHS", self.paths).args(&format!("--order {order}"))
     }
 
     /// Sessions between one prefill and one decode node: each decode rank reads its heads from as few ranks as hold them.
@@ -79,11 +87,11 @@ impl Shape {
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { prefill_tp, decode_tp, prefill_first, fails, write_back } = self;
+        let Self { prefill_tp, decode_tp, prefill_first, fails, write_back, paths } = self;
         let order = if *prefill_first { "prefill-first" } else { "decode-first" };
         let policy = if *fails { "fail" } else { "recompute" };
         let write_back = if *write_back { "on" } else { "off" };
-        write!(f, "TP {prefill_tp} to {decode_tp}, {order}, policy {policy}, write-back {write_back}")
+        write!(f, "TP {prefill_tp} to {decode_tp}, {order}, policy {policy}, write-back {write_back}, paths {paths}")
     }
 }
 

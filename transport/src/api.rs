@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -79,8 +80,11 @@ pub trait Transport: Send + Sync + 'static {
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>>;
 
     /// Stops all posts under one grant of a peer: what was not handed to the network is dropped. After this returns none of their
-    /// sources is read any more. Each ends in its one [`Event::Posted`], which may have to wait for the receiver's answer.
+    /// sources is read any more, or, where the receiver reads them itself, nothing that it reads counts. Each ends in its one [`Event::Posted`], which may have to wait for the receiver's answer.
     fn cancel(&self, peer: &PeerId, grant: GrantKey);
+
+    /// To this peer, runs shorter than this are cheaper to pack into one run first; in bytes.
+    fn direct_run_bytes(&self, peer: &PeerId) -> u64;
 
     /// Moves events into `events`; waits up to `timeout` if there are none.
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration);
@@ -101,8 +105,61 @@ pub enum PeerAddress {
     Tcp(SocketAddr),
 }
 
+/// A way for payload to go from one endpoint to another; the best first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
+pub enum PathKind {
+    /// Inside one process. No configuration asks for it.
+    #[serde(rename = "loopback")]
+    Loopback,
+    /// On one host: the receiver maps the sender's memory and copies out of it.
+    #[serde(rename = "shm")]
+    SharedMemory,
+    /// On one host: the receiver copies out of the sender's process by a system call (cross-memory attach).
+    #[serde(rename = "cma")]
+    ProcessMemory,
+    /// On one host: lanes over Unix sockets.
+    #[serde(rename = "uds")]
+    UnixSocket,
+    /// Lanes over TCP.
+    #[serde(rename = "tcp")]
+    Tcp,
+}
+
+impl PathKind {
+    /// All that join processes, the best first.
+    pub const ALL: [Self; 4] = [Self::SharedMemory, Self::ProcessMemory, Self::UnixSocket, Self::Tcp];
+
+    /// What it is called in configurations, logs and metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Loopback => "loopback",
+            Self::SharedMemory => "shm",
+            Self::ProcessMemory => "cma",
+            Self::UnixSocket => "uds",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+impl fmt::Display for PathKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Which way a session's payload goes, and why no better one.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PathReport {
+    /// What was taken.
+    pub kind: PathKind,
+    /// What would be better, each with the reason against it.
+    pub not: Vec<(PathKind, String)>,
+}
+
 /// Memory to register.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Memory {
     /// The first byte.
     pub address: NonNull<u8>,
@@ -110,6 +167,18 @@ pub struct Memory {
     pub bytes: usize,
     /// Where they are.
     pub kind: MemoryKind,
+    /// The file that is mapped there, if other processes may map it too.
+    pub file: Option<MemoryFile>,
+}
+
+/// The file behind registered memory. It must be sealed against shrinking (`F_SEAL_SHRINK`), or peers refuse to map it: reading
+/// past the end of a file that became shorter kills a process.
+#[derive(Clone, Debug)]
+pub struct MemoryFile {
+    /// The file, as memfd_create(2) makes it.
+    pub file: Arc<OwnedFd>,
+    /// Where in the file the memory begins; a multiple of the page size.
+    pub offset: u64,
 }
 
 /// Where memory is.
@@ -129,8 +198,6 @@ pub struct Capabilities {
     pub max_notification_bytes: usize,
     /// The most extents in one post.
     pub max_extents: usize,
-    /// Runs shorter than this are cheaper to pack into one run first; in bytes.
-    pub direct_run_bytes: u64,
 }
 
 /// The peer's permission to write one window. Unguessable, and useless to any other peer or session.
@@ -195,6 +262,8 @@ pub enum Event {
         version: u16,
         /// What the peer said of itself when it proved who it is (an application's bytes).
         greeting: Bytes,
+        /// Which way payload goes.
+        path: PathReport,
     },
     /// A session ended, or an attempt to reach an address failed. All grants to the peer are revoked and all posts to it have
     /// ended before this event.
@@ -251,6 +320,8 @@ pub struct PostError {
 pub struct TransportStats {
     /// Payload bytes handed to the network.
     pub sent_bytes: u64,
+    /// Of these, bytes that stayed where they are for the receiver to copy.
+    pub lent_bytes: u64,
     /// Payload bytes placed into granted memory.
     pub landed_bytes: u64,
     /// Payload bytes that came under a dead grant and were thrown away.

@@ -1,8 +1,14 @@
 //! Vectored, non-blocking socket calls on raw addresses.
 #![expect(unsafe_code, reason = "sendmsg and recvmsg take raw addresses")]
 
-use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
 
 use crate::raw::RawRun;
 
@@ -24,6 +30,31 @@ pub(crate) fn receive_runs(fd: BorrowedFd<'_>, runs: &[RawRun]) -> io::Result<us
     // SAFETY: `message` points at `runs`, which outlive the call; what they point at is mapped and guarded (see `raw`).
     let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
+}
+
+/// Sends bytes with a descriptor, which goes with the first of them. Never waits, never raises SIGPIPE.
+pub(crate) fn send_with_file(fd: BorrowedFd<'_>, bytes: &[u8], file: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let files = [file];
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&files)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    Ok(sendmsg(fd, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
+}
+
+/// Receives bytes, and the descriptor that comes with them; an older one is closed. Never waits.
+pub(crate) fn receive_with_file(fd: BorrowedFd<'_>, bytes: &mut [u8], file: &mut Option<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = recvmsg(fd, &mut [IoSliceMut::new(bytes)], &mut ancillary, flags)?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(files) = message {
+            *file = files.last().or(file.take());
+        }
+    }
+    Ok(received.bytes)
 }
 
 fn message(runs: &[RawRun]) -> libc::msghdr {

@@ -12,6 +12,7 @@ mod error;
 mod ffi;
 mod loopback;
 mod raw;
+mod share;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;

@@ -35,14 +35,15 @@ impl RawRun {
         self.0.iov_len
     }
 
-    fn address(self) -> *mut u8 {
+    /// The first byte's address.
+    pub(crate) fn start(self) -> *mut u8 {
         self.0.iov_base.cast()
     }
 
     /// The run without its first `skip` bytes.
     pub(crate) fn skip(self, skip: usize) -> Self {
         let skip = skip.min(self.bytes());
-        Self(libc::iovec { iov_base: self.address().wrapping_add(skip).cast(), iov_len: self.bytes() - skip })
+        Self(libc::iovec { iov_base: self.start().wrapping_add(skip).cast(), iov_len: self.bytes() - skip })
     }
 
     /// The first `keep` bytes of the run.
@@ -52,7 +53,7 @@ impl RawRun {
 
     /// Whether `next` begins where this run ends; then this run grows over it.
     pub(crate) fn join(&mut self, next: Self) -> bool {
-        let adjacent = self.address().wrapping_add(self.bytes()) == next.address();
+        let adjacent = self.start().wrapping_add(self.bytes()) == next.start();
         if adjacent {
             self.0.iov_len += next.bytes();
         }
@@ -74,12 +75,17 @@ unsafe impl Sync for Region {}
 
 impl Region {
     /// Takes over what the caller of `Transport::register` promised.
-    pub(crate) fn new(memory: Memory) -> Self {
+    pub(crate) fn new(memory: &Memory) -> Self {
         Self { address: memory.address, bytes: memory.bytes as u64 }
     }
 
     pub(crate) fn bytes(self) -> u64 {
         self.bytes
+    }
+
+    /// Its address as a number.
+    pub(crate) fn start(self) -> usize {
+        self.address.as_ptr().addr()
     }
 
     /// Bytes `offset..offset + bytes`, if they are inside.
@@ -97,13 +103,13 @@ impl Region {
 pub(crate) fn copy(from: RawRun, to: RawRun) {
     let bytes = from.bytes().min(to.bytes());
     // SAFETY: both runs are mapped and guarded, as the module says; `copy` allows that they overlap.
-    unsafe { std::ptr::copy(from.address(), to.address(), bytes) }
+    unsafe { std::ptr::copy(from.start(), to.start(), bytes) }
 }
 
 /// Flips the bits of `mask` in byte `at` of a run; nothing if there is no such byte.
 pub(crate) fn flip(run: RawRun, at: usize, mask: u8) {
     if at < run.bytes() {
-        let byte = run.address().wrapping_add(at);
+        let byte = run.start().wrapping_add(at);
         // SAFETY: inside the run, which is mapped and guarded, as the module says.
         let old = unsafe { byte.read_volatile() };
         // SAFETY: as above.

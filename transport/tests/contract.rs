@@ -5,7 +5,7 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing as held_back;
 use kvferry_transport::{
-    FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Tcp, TcpConfig, TcpConfigFile, Transport,
+    FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, PathKind, Tcp, TcpConfig, TcpConfigFile, Transport,
 };
 
 /// Events that an endpoint keeps before it reads no more: few for the one called `b`.
@@ -54,19 +54,31 @@ mod loopback_with_frames_out_of_order {
     });
 }
 
-mod tcp {
-    use super::*;
+/// Payload over one of the ways between processes.
+macro_rules! between_processes {
+    ($($name:ident: $path:expr),+ $(,)?) => {$(
+        mod $name {
+            use super::*;
 
-    kvferry_transport::contract_tests!(|peer, greeting| -> Box<dyn Transport> {
-        super::tcp(TcpConfigFile::default(), peer, greeting)
-    });
+            kvferry_transport::contract_tests!(|peer, greeting| -> Box<dyn Transport> {
+                super::tcp(TcpConfigFile { paths: $path.to_vec(), ..TcpConfigFile::default() }, peer, greeting)
+            });
 
-    #[test]
-    fn a_receiver_that_does_not_poll_holds_its_peers_back() {
-        held_back(&|peer, greeting| {
-            let usual = TcpConfigFile::default();
-            let max_events = events(&peer, usual.max_events as usize) as u32;
-            super::tcp(TcpConfigFile { max_events, ..usual }, peer, greeting)
-        });
-    }
+            #[test]
+            fn a_receiver_that_does_not_poll_holds_its_peers_back() {
+                held_back(&|peer, greeting| {
+                    let usual = TcpConfigFile { paths: $path.to_vec(), ..TcpConfigFile::default() };
+                    let max_events = events(&peer, usual.max_events as usize) as u32;
+                    super::tcp(TcpConfigFile { max_events, ..usual }, peer, greeting)
+                });
+            }
+        }
+    )+};
+}
+
+between_processes! {
+    tcp: [PathKind::Tcp],
+    unix_sockets: [PathKind::UnixSocket],
+    shared_memory: [PathKind::SharedMemory, PathKind::UnixSocket],
+    process_memory: [PathKind::ProcessMemory, PathKind::UnixSocket],
 }

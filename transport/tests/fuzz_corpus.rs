@@ -7,7 +7,10 @@ use std::path::PathBuf;
 
 use common::head;
 use kvferry_protocol::pages::{Extent, Loop};
-use kvferry_protocol::wire::{Challenge, FrameHeader, FrameKind, Hello, LaneKind, Refusal, VERSIONS, encode_table};
+use kvferry_protocol::wire::{
+    BOARD, Challenge, FrameHeader, FrameKind, Hello, LaneKind, LentRun, Loan, Reach, Refusal, Share, VERSIONS,
+    encode_loan, encode_table,
+};
 use kvferry_transport::testing::decoders::DECODERS;
 
 fn folder(name: &str) -> PathBuf {
@@ -64,6 +67,38 @@ fn frame(extents: &[Extent], note: &[u8], payload: u32) -> Vec<u8> {
     [&header.encode(1)[..], &table].concat()
 }
 
+/// Frames about shared memory: what fits a region of 4096 bytes, and what does not.
+fn lending() -> Vec<Vec<u8>> {
+    let share = |reach, region| {
+        let table = Share { region, bytes: 4096, reach, proof: 7 }.encode();
+        [&FrameHeader::with_body(FrameKind::Share, &table).encode(VERSIONS.max)[..], &table].concat()
+    };
+    let lend = |runs: &[(u32, u64, u32)]| {
+        let runs: Vec<_> = runs.iter().map(|&(region, offset, bytes)| LentRun { region, offset, bytes }).collect();
+        let payload_bytes = runs.iter().map(|run| run.bytes).sum();
+        let mut table = Vec::new();
+        let extents = [Extent::contiguous(0, u64::from(payload_bytes))];
+        encode_loan(&Loan { slot: 1, token: 2, runs }, &extents, b"note", &mut table);
+        let header = FrameHeader {
+            extents: 1,
+            notification_bytes: 4,
+            payload_bytes,
+            write_bytes: payload_bytes.into(),
+            ..FrameHeader::with_body(FrameKind::Lend, &table)
+        };
+        [&header.encode(VERSIONS.max)[..], &table].concat()
+    };
+    vec![
+        share(Reach::Descriptor { offset: 0 }, BOARD),
+        share(Reach::Address { address: 1 << 40 }, 0),
+        lend(&[(0, 0, 4096)]),
+        lend(&[(0, 4000, 96), (0, 8, 1), (0, 16, 2000)]),
+        lend(&[(0, 4000, 97)]),
+        lend(&[(1, 0, 1)]),
+        lend(&[(0, u64::MAX, 1)]),
+    ]
+}
+
 #[test]
 #[ignore = "writes the seeds into the source tree"]
 fn write_the_seeds() {
@@ -84,11 +119,12 @@ fn write_the_seeds() {
     ];
     let seeds: Vec<(&str, Vec<Vec<u8>>)> = vec![
         ("hello", vec![hello.clone(), challenge.clone(), busy.clone()]),
-        ("identity", vec![peer, lane, vec![0x82], vec![2]]),
+        ("identity", vec![[&peer[..], b"\x01\x01\x02\0ab"].concat(), peer, lane, vec![0x82], vec![2]]),
         ("listener", vec![hello.clone(), [&hello[..], &[0; 32]].concat(), [&hello[..], &[1; 200]].concat()]),
         ("dialler", vec![challenge.clone(), busy, [&challenge[..], &[0; 32]].concat()]),
         ("frame", frames.clone()),
         ("inbound", frames),
+        ("lending", lending()),
     ];
     for (name, seeds) in seeds {
         fs::create_dir_all(folder(name)).unwrap();

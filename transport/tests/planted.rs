@@ -7,7 +7,7 @@ use bytes::Bytes;
 use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::{self, Make, with_patience};
-use kvferry_transport::{LoopbackConfig, LoopbackNetwork, Planted, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{LoopbackConfig, LoopbackNetwork, PathKind, Planted, Tcp, TcpConfig, TcpConfigFile, Transport};
 
 type Case = fn(&Make<'_>);
 
@@ -37,6 +37,7 @@ fn case_of(bug: Planted) -> Case {
         Planted::PostCreditLost | Planted::GrantCreditLost => testing::what_is_limited_comes_back,
         Planted::RoomNotTold => testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing,
         Planted::SlabKept => testing::a_packed_source_is_let_go_with_its_post,
+        Planted::FillerAtOnce => testing::what_lands_is_what_was_posted,
         Planted::LaneSlow => |_| panic!("it is no bug"),
     }
 }
@@ -47,11 +48,13 @@ fn must_see(carrier: &str, bug: Planted, make: &Make<'_>) {
     assert!(catch_unwind(AssertUnwindSafe(run)).is_err(), "{carrier}: nobody saw {bug:?}");
 }
 
-fn tcp(bug: Planted) -> impl Fn(PeerId, Bytes) -> Box<dyn Transport> {
+fn tcp(bug: Planted, paths: &[PathKind]) -> impl Fn(PeerId, Bytes) -> Box<dyn Transport> + use<> {
+    let paths = paths.to_vec();
     move |peer, greeting| {
         let usual = TcpConfigFile::default();
         let max_events = if peer.engine.as_str() == "b" { few_events(bug, usual.max_events) } else { usual.max_events };
-        let file = TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, max_events, ..usual };
+        let file =
+            TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, max_events, paths: paths.clone(), ..usual };
         let key = ClusterKey::new(&[7; 32]).unwrap();
         Box::new(Tcp::bind_planted(TcpConfig::try_from(file).unwrap(), key, peer, greeting, bug).unwrap())
     }
@@ -69,14 +72,25 @@ fn loopback(bug: Planted) -> impl Fn(PeerId, Bytes) -> Box<dyn Transport> {
 
 #[test]
 fn every_bug_planted_in_tcp_is_seen() {
-    Planted::ALL.into_iter().for_each(|bug| must_see("tcp", bug, &tcp(bug)));
+    Planted::ALL.into_iter().for_each(|bug| must_see("tcp", bug, &tcp(bug, &[PathKind::Tcp])));
+}
+
+#[test]
+fn every_bug_planted_where_memory_is_shared_is_seen() {
+    for (name, path) in [("shm", PathKind::SharedMemory), ("cma", PathKind::ProcessMemory)] {
+        // Frames without payload are not filled up; a cancelled loan is over whether the cancel is heard or not; and whether a lane
+        // ever finds the queue of events full is chance where it only copies.
+        let harmless = [Planted::FillerAtOnce, Planted::CancelUnheard, Planted::RoomNotTold];
+        let bugs = Planted::ALL.into_iter().filter(|bug| !harmless.contains(bug));
+        bugs.for_each(|bug| must_see(name, bug, &tcp(bug, &[path, PathKind::UnixSocket])));
+    }
 }
 
 #[test]
 fn every_bug_planted_in_loopback_is_seen() {
-    // Two do no harm there: a cancel is a call, so there is nothing to be heard, and a session's end waits for the copies out of its
+    // Three do no harm there: no frame is filled up, a cancel is a call, so there is nothing to be heard, and a session's end waits for the copies out of its
     // posts' sources, which are the copies into its grants.
-    let harmless = [Planted::CancelUnheard, Planted::CutKeepsGrants];
+    let harmless = [Planted::CancelUnheard, Planted::CutKeepsGrants, Planted::FillerAtOnce];
     let bugs = Planted::ALL.into_iter().filter(|bug| !harmless.contains(bug));
     bugs.for_each(|bug| must_see("loopback", bug, &loopback(bug)));
 }
@@ -84,9 +98,12 @@ fn every_bug_planted_in_loopback_is_seen() {
 /// What makes two of the bugs visible is none itself.
 #[test]
 fn slow_lanes_are_no_bug() {
-    for make in [&tcp(Planted::LaneSlow) as &Make<'_>, &loopback(Planted::LaneSlow)] {
+    let tcp = |path| tcp(Planted::LaneSlow, &[path, PathKind::UnixSocket, PathKind::Tcp]);
+    let (shared, sockets) = (tcp(PathKind::SharedMemory), tcp(PathKind::Tcp));
+    for make in [&shared as &Make<'_>, &sockets, &loopback(Planted::LaneSlow)] {
         testing::nothing_lands_in_what_is_sealed_and_the_rest_stays_open(make);
         testing::nothing_lands_after_a_session_ended(make);
     }
-    testing::nothing_lands_after_revoke_returned(&tcp(Planted::LaneSlow));
+    testing::nothing_lands_after_revoke_returned(&shared);
+    testing::what_lands_is_what_was_posted(&shared);
 }

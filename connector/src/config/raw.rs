@@ -99,6 +99,7 @@ keys! {
     peers: Vec<String>, "none", "IP and port of each engine to reach at the start.";
     psk_file: String, "none", "File with the pre-shared key (or set `KVFERRY_PSK` to the key itself); required for `tcp`.";
     lanes: u64, "2 on one host, 4 to others", "Data connections to each peer, 1 to 64.";
+    paths: Vec<String>, "all", "Ways that K/V may go: `shm` (shared memory), `cma` (read out of the peer's process), `uds` (Unix sockets), all three on one host, and `tcp`; the best that both sides have is taken.";
     link_gbps: f64, "no limit", "Most gigabits a second sent over one link, in all its lanes.";
     layerwise: bool, "true", "Whether decode uses a layer while later ones still land.";
     load_failure_policy: String, "`recompute`", "After a failed load: `recompute` what is missing, or `fail` the request.";

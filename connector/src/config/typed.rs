@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
+use kvferry_transport::PathKind;
 
 use super::{ConfigError, PreSharedKey, RawConfig, read_limited};
 
@@ -172,6 +173,8 @@ pub struct Network {
     pub psk: Option<PreSharedKey>,
     /// Data connections to each peer; `None`: what the transport found best.
     pub lanes: Option<NonZeroU16>,
+    /// Ways that K/V may go; not empty.
+    pub paths: Vec<PathKind>,
     /// Most gigabits (10^9 bits) a second sent over one link; finite and above 0.
     pub link_gbps: Option<f64>,
 }
@@ -335,6 +338,7 @@ impl TryFrom<RawConfig> for Network {
             }
             (None, None) => None,
         };
+        let paths = raw.paths.unwrap_or_else(|| PathKind::ALL.map(|path| path.name().to_owned()).to_vec());
         if let Some(gbps) = raw.link_gbps.filter(|gbps| !(*gbps > 0.0 && *gbps <= 100_000.0)) {
             return Err(value("link_gbps", gbps, "write more than 0 and at most 100000, or leave it out".into()));
         }
@@ -353,9 +357,19 @@ impl TryFrom<RawConfig> for Network {
                 .map(|lanes| number("lanes", Some(lanes), 1, 1..=64))
                 .transpose()?
                 .and_then(NonZeroU16::new),
+            paths: ways(&paths)?,
             link_gbps: raw.link_gbps,
         })
     }
+}
+
+fn ways(names: &[String]) -> Result<Vec<PathKind>, ConfigError> {
+    let fix = || "write one or more of shm, cma, uds and tcp, or leave it out".to_owned();
+    if names.is_empty() {
+        return Err(value("paths", "nothing", fix()));
+    }
+    let find = |name: &String| PathKind::ALL.into_iter().find(|path| path.name() == name);
+    names.iter().map(|name| find(name).ok_or_else(|| value("paths", name, fix()))).collect()
 }
 
 fn value(key: &str, found: impl fmt::Display, fix: String) -> ConfigError {

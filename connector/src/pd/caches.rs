@@ -1,7 +1,9 @@
 //! A worker's KV cache as the connector sees it: layout, place in the model, guards, and the two passes over its bytes.
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use kvferry_kernels::copy::{self, RegionTable};
 use kvferry_kernels::{HostKvCache, PageGuards};
@@ -40,6 +42,14 @@ impl KvCache {
         match self {
             Self::Host(cache) => cache.layout(),
             Self::Raw(cache) => cache.layout(),
+        }
+    }
+
+    /// The file behind each region, where other processes may map it.
+    pub(crate) fn files(&self) -> Vec<Option<Arc<OwnedFd>>> {
+        match self {
+            Self::Host(cache) => cache.regions().iter().map(|region| region.file().cloned()).collect(),
+            Self::Raw(cache) => cache.regions().iter().map(|_| None).collect(),
         }
     }
 

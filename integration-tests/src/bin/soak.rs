@@ -51,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         prefill_first: options.prefill_first,
         fails: options.fail,
         write_back: !options.no_write_back,
+        ..Shape::default()
     };
     println!("soak --minutes {} --seed {seed} --clients {}: {shape}", options.minutes, options.clients);
     let node = std::env::current_exe()?.with_file_name("node");

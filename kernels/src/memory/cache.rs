@@ -44,6 +44,29 @@ impl HostKvCache {
     /// [`KernelError::Layout`] or [`KernelError::RunBytes`] if the shape is not valid, [`KernelError::Map`] if there is not
     /// enough memory.
     pub fn new(shape: KvShape, dtype: KvDtype, order: LayoutOrder, placement: Placement) -> Result<Self, KernelError> {
+        Self::made(shape, dtype, order, placement, HostRegion::new)
+    }
+
+    /// The same in memory that other processes of this host may map ([`HostRegion::shareable`]).
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn shareable(
+        shape: KvShape,
+        dtype: KvDtype,
+        order: LayoutOrder,
+        placement: Placement,
+    ) -> Result<Self, KernelError> {
+        Self::made(shape, dtype, order, placement, HostRegion::shareable)
+    }
+
+    fn made(
+        shape: KvShape,
+        dtype: KvDtype,
+        order: LayoutOrder,
+        placement: Placement,
+        region: fn(usize) -> Result<HostRegion, KernelError>,
+    ) -> Result<Self, KernelError> {
         let (layers, blocks) = (shape.layers, shape.blocks);
         // Proves that the sizes multiply without overflow, whatever the placement.
         let packed = KvLayout::packed(shape.clone(), order).map_err(KernelError::Layout)?;
@@ -54,7 +77,7 @@ impl HostKvCache {
             Placement::RegionPerLayer => per_layer(shape, order).map_err(KernelError::Layout)?,
         };
         let count = layout.bases().len();
-        let regions: Vec<_> = (0..count).map(|_| HostRegion::new(bytes / count)).collect::<Result<_, _>>()?;
+        let regions: Vec<_> = (0..count).map(|_| region(bytes / count)).collect::<Result<_, _>>()?;
         let pointers: Vec<_> = regions.iter().map(|region| (region.as_ptr(), region.len())).collect();
         let view = KvCacheView::checked(layout, dtype, &pointers)?;
         let states = PageStates::new(layers, blocks);

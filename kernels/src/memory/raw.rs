@@ -2,7 +2,9 @@
 #![expect(unsafe_code, reason = "maps memory and hands out raw pointers to it")]
 
 use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::error::KernelError;
 
@@ -15,6 +17,7 @@ pub struct HostRegion {
     mapped_bytes: usize,
     start: NonNull<u8>,
     bytes: usize,
+    file: Option<Arc<OwnedFd>>,
 }
 
 // SAFETY: a mapping belongs to the process, not to a thread, and nothing in the type refers to the thread that made it.
@@ -31,7 +34,25 @@ impl HostRegion {
     /// # Errors
     /// [`KernelError::Map`] if `bytes` is 0 or the system has not enough memory.
     pub fn new(bytes: usize) -> Result<Self, KernelError> {
+        Self::map(bytes, None)
+    }
+
+    /// The same in a memory file that other processes of this host may map, sealed so that it keeps its size. A process that is handed
+    /// [`file`](Self::file) sees what this one writes. Huge pages are asked for, but only kernels that allow them for shared memory
+    /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`) give them.
+    ///
+    /// # Errors
+    /// [`KernelError::Map`] as for [`new`](Self::new), or if the system makes no memory files.
+    pub fn shareable(bytes: usize) -> Result<Self, KernelError> {
+        let file = memory_file(bytes).map_err(|source| KernelError::Map { bytes, source })?;
+        Self::map(bytes, Some(Arc::new(file)))
+    }
+
+    fn map(bytes: usize, file: Option<Arc<OwnedFd>>) -> Result<Self, KernelError> {
         let failed = |source| KernelError::Map { bytes, source };
+        if bytes == 0 {
+            return Err(failed(io::ErrorKind::InvalidInput.into()));
+        }
         let slack = if bytes >= HUGE_PAGE_BYTES && !cfg!(miri) { HUGE_PAGE_BYTES } else { 0 };
         let mapped_bytes = bytes.checked_add(slack).ok_or_else(|| failed(io::ErrorKind::OutOfMemory.into()))?;
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -44,7 +65,16 @@ impl HostRegion {
         let skip = if slack == 0 { 0 } else { mapping.as_ptr().align_offset(HUGE_PAGE_BYTES) };
         // SAFETY: `skip <= slack`, so the result is inside the mapping.
         let start = unsafe { mapping.add(skip) };
-        let region = Self { mapping, mapped_bytes, start, bytes };
+        let region = Self { mapping, mapped_bytes, start, bytes, file };
+        if let Some(file) = &region.file {
+            let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+            let (at, fd) = (region.start.as_ptr().cast(), file.as_raw_fd());
+            // SAFETY: it replaces a part of this region's own mapping, which nobody knows yet.
+            let placed = unsafe { libc::mmap(at, bytes, protection, flags, fd, 0) };
+            if placed == libc::MAP_FAILED {
+                return Err(failed(io::Error::last_os_error()));
+            }
+        }
         region.prefault().map_err(failed)?;
         Ok(region)
     }
@@ -60,6 +90,12 @@ impl HostRegion {
     #[expect(clippy::len_without_is_empty, reason = "a region of 0 bytes cannot be made")]
     pub const fn len(&self) -> usize {
         self.bytes
+    }
+
+    /// The file behind a [`shareable`](Self::shareable) region; the region begins at its first byte.
+    #[must_use]
+    pub const fn file(&self) -> Option<&Arc<OwnedFd>> {
+        self.file.as_ref()
     }
 
     fn prefault(&self) -> io::Result<()> {
@@ -92,6 +128,22 @@ impl Drop for HostRegion {
         // SAFETY: mapped by `new` with these values, and unmapped only here. A failure would leak, which is harmless.
         unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped_bytes) };
     }
+}
+
+fn memory_file(bytes: usize) -> io::Result<OwnedFd> {
+    let checked = |code: libc::c_int| if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) };
+    let length = libc::off_t::try_from(bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+    // SAFETY: the name is a C string, and the flags are the call's own.
+    let fd =
+        checked(unsafe { libc::memfd_create(c"kvferry-kv".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) })?;
+    // SAFETY: the call just made it, and nobody else owns it.
+    let file = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: it changes the length of a file of our own.
+    checked(unsafe { libc::ftruncate(file.as_raw_fd(), length) })?;
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: it seals a file of our own.
+    checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+    Ok(file)
 }
 
 /// Where a plane of a layer begins. Only an address: whoever dereferences it keeps the page rules.

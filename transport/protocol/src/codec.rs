@@ -6,6 +6,7 @@
 //! |---|---|
 //! | 1 | all messages but those below |
 //! | 2 | [`Message::Spare`] |
+//! | 3 | no other messages; identities with offers, and frames that lend memory ([`wire`]) |
 //!
 //! A session speaks one version, the newest that both sides know. What one side says is written in it and read in it: another one is
 //! a typed error on either side, and so is a message that the version does not have.

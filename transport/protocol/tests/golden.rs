@@ -11,7 +11,8 @@ use kvferry_protocol::message::{
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{Digest, Generation, TransferId};
 
-const GOLDEN: [(u16, &str); 2] = [(1, include_str!("golden/v1.txt")), (2, include_str!("golden/v2.txt"))];
+const GOLDEN: [(u16, &str); 3] =
+    [(1, include_str!("golden/v1.txt")), (2, include_str!("golden/v2.txt")), (3, include_str!("golden/v3.txt"))];
 
 fn id() -> TransferId {
     TransferId::new(0x0123_4567_89ab_cdef_0011_2233_4455_6677)
@@ -147,7 +148,7 @@ fn every_message_is_read_as_it_was_written() {
 
 #[test]
 fn what_is_said_in_another_version_than_the_sessions_is_refused() {
-    for (session, found) in [(1, 2), (2, 1)] {
+    for (session, found) in [(1, 2), (2, 1), (2, 3), (3, 2)] {
         for (name, message) in messages_of(found) {
             let bytes = codec::encode(found, &message).unwrap();
             let want = CodecError::OtherVersion { what: "message", found, session };
@@ -189,8 +190,8 @@ fn bytes_that_are_no_message_have_an_error_that_says_why() {
     for (name, bytes, want) in [
         ("nothing", vec![], "0 bytes hold no version"),
         ("half a version", vec![1], "1 bytes hold no version"),
-        ("version 0", vec![0, 0, 7], "version 0 is not among 1 to 2"),
-        ("a later version", vec![3, 0, 7], "version 3 is not among 1 to 2"),
+        ("version 0", vec![0, 0, 7], "version 0 is not among 1 to 3"),
+        ("a later version", vec![4, 0, 7], "version 4 is not among 1 to 3"),
         ("an unknown kind", claimed(200, &[]), "expected variant index 0 <= i < 11"),
         ("an engine message that claims 4 GiB", claimed(8, &[252, 0xff, 0xff, 0xff, 0xff]), "LimitExceeded"),
         ("too many bytes", vec![0; codec::MAX_MESSAGE_BYTES + 1], "over the limit of 1048576"),
@@ -201,7 +202,7 @@ fn bytes_that_are_no_message_have_an_error_that_says_why() {
     }
     let long = vec![1; codec::MAX_WROTE_BYTES + 1];
     assert!(matches!(codec::decode_wrote(1, &long), Err(CodecError::TooLong { found: 65, limit: 64, .. })));
-    assert!(matches!(codec::encode(3, &messages()[1].1), Err(CodecError::Version { found: 3, .. })));
+    assert!(matches!(codec::encode(4, &messages()[1].1), Err(CodecError::Version { found: 4, .. })));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::api::TransportStats;
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) sent_bytes: AtomicU64,
+    pub(crate) lent_bytes: AtomicU64,
     pub(crate) landed_bytes: AtomicU64,
     pub(crate) dropped_bytes: AtomicU64,
     pub(crate) refused_writes: AtomicU64,
@@ -25,6 +26,7 @@ impl Counters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TransportStats {
             sent_bytes: read(&self.sent_bytes),
+            lent_bytes: read(&self.lent_bytes),
             landed_bytes: read(&self.landed_bytes),
             dropped_bytes: read(&self.dropped_bytes),
             refused_writes: read(&self.refused_writes),

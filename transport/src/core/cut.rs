@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use kvferry_protocol::wire::{
-    FrameHeader, FrameKind, MAX_NOTIFICATION_BYTES, MAX_TABLE_BYTES, encode_table, extent_table_bytes, slice_extents,
+    FrameHeader, FrameKind, Loan, MAX_NOTIFICATION_BYTES, MAX_TABLE_BYTES, encode_table, extent_table_bytes,
+    slice_extents,
 };
 
 use super::post::Post;
 use crate::ffi::MAX_RUNS;
 use crate::raw::RawRun;
+use crate::share::Lender;
 
 /// Cuts fall on multiples of this, unless they fall on a border between runs: memory is copied faster from aligned addresses.
 const CUT_BYTES: u64 = 64;
@@ -19,24 +21,47 @@ pub(crate) struct FrameCut {
     pub(crate) payload_bytes: u64,
     /// Header and table.
     pub(crate) head: Vec<u8>,
-    /// The payload's memory; read only under the guard of the post's source.
+    /// The payload's memory; read only under the guard of the post's source. None if it is lent.
     pub(crate) runs: Vec<RawRun>,
+    /// Whether the payload stays where it is.
+    pub(crate) is_lent: bool,
 }
 
 impl FrameCut {
-    /// Cuts frame `frame` of a post, which begins at byte `from` and has at most about `frame_bytes`. `None` if the post ended.
-    pub(crate) fn new(post: &Arc<Post>, from: u64, frame: u32, frame_bytes: u64, version: u16) -> Option<Self> {
+    /// Cuts frame `frame` of a post, which begins at byte `from` and has at most about `frame_bytes`. Its payload is lent if `lender`
+    /// can. `None` if the post ended.
+    pub(crate) fn new(
+        post: &Arc<Post>,
+        from: u64,
+        frame: u32,
+        frame_bytes: u64,
+        version: u16,
+        lender: Option<&Lender>,
+    ) -> Option<Self> {
         let mut runs = Vec::new();
         let source = post.read_source()?;
         let want = post.bytes.min(from + frame_bytes) - from;
         // One run is left for the head.
         let got = source.append_runs(from, from + want, MAX_RUNS - 1, &mut runs);
-        drop(source);
         let bytes = align(&runs, got, got == post.bytes - from, frame_bytes);
         let (extents, bytes) = cut_extents(post, from, bytes);
         shorten(&mut runs, bytes);
         let notification: &[u8] = if frame == 0 { &post.notification } else { &[] };
+        let loan = lender.and_then(|lender| {
+            let lent = lender.locate(&runs)?;
+            let (slot, token) = source.lend(post, lender)?;
+            Some(Loan { slot, token, runs: lent })
+        });
+        drop(source);
         let mut table = Vec::new();
+        let kind = match loan {
+            Some(loan) => {
+                loan.encode(&mut table);
+                runs.clear();
+                FrameKind::Lend
+            }
+            None => FrameKind::Data,
+        };
         encode_table(&extents, notification, &mut table);
         let header = FrameHeader {
             grant: post.grant.0,
@@ -46,11 +71,11 @@ impl FrameCut {
             notification_bytes: notification.len() as u16,
             payload_bytes: bytes as u32,
             write_bytes: post.bytes,
-            ..FrameHeader::with_body(FrameKind::Data, &table)
+            ..FrameHeader::with_body(kind, &table)
         };
         let mut head = header.encode(version).to_vec();
         head.append(&mut table);
-        Some(Self { post: Arc::clone(post), payload_bytes: bytes, head, runs })
+        Some(Self { post: Arc::clone(post), payload_bytes: bytes, head, runs, is_lent: kind == FrameKind::Lend })
     }
 }
 

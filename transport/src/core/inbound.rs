@@ -106,6 +106,12 @@ impl Inbound {
         })
     }
 
+    /// Ends a write whose bytes do not count. Returns the word about it.
+    pub(crate) fn refuse(&self, refusal: Refusal) -> Refusal {
+        self.grant.refuse(self.words.sequence);
+        refusal
+    }
+
     /// The scratch, for the next frame.
     pub(crate) fn into_scratch(self) -> Vec<RawRun> {
         self.runs

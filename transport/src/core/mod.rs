@@ -25,7 +25,7 @@ pub(crate) use grants::{GrantTable, SessionKey};
 pub(crate) use inbound::Inbound;
 pub(crate) use outbox::Outbox;
 pub(crate) use planted::Bug;
-#[cfg(feature = "planted")]
+#[cfg_attr(not(feature = "planted"), expect(unreachable_pub, reason = "exported with the feature `planted` only"))]
 pub use planted::Planted;
 pub(crate) use post::Post;
 pub(crate) use regions::RegionTable;
@@ -45,7 +45,7 @@ pub(crate) struct Core {
     pub(crate) grants: GrantTable,
     pub(crate) events: EventQueue,
     pub(crate) counters: Counters,
-    bug: Bug,
+    pub(crate) bug: Bug,
     next_post: AtomicU64,
     next_session: AtomicU64,
 }

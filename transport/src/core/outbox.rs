@@ -15,6 +15,7 @@ use super::planted::Planted;
 use super::post::Post;
 use crate::api::{Event, GrantKey};
 use crate::error::TransportError;
+use crate::share::Lender;
 
 pub(crate) struct Outbox {
     state: Mutex<State>,
@@ -72,11 +73,12 @@ impl Outbox {
     }
 
     /// Cuts the next frame.
-    pub(crate) fn next_frame(&self, frame_bytes: u64, version: u16) -> Option<FrameCut> {
+    pub(crate) fn next_frame(&self, frame_bytes: u64, version: u16, lender: Option<&Lender>) -> Option<FrameCut> {
         let mut state = self.lock();
         loop {
             let queued = state.queue.front_mut()?;
-            let Some(cut) = FrameCut::new(&queued.post, queued.from, queued.frame, frame_bytes, version) else {
+            let (post, from, frame) = (&queued.post, queued.from, queued.frame);
+            let Some(cut) = FrameCut::new(post, from, frame, frame_bytes, version, lender) else {
                 state.queue.pop_front();
                 continue;
             };
@@ -152,6 +154,7 @@ fn end(core: &Core, post: &Arc<Post>, outcome: Result<(), TransportError>) {
     } else {
         post.release_source();
     }
+    post.note_verdict();
     core.counters.posts_live.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
     if core.bug.is(Planted::PostedTwice) {
         core.events.push(Event::Posted { post: post.id, outcome: outcome.clone() });

@@ -34,6 +34,8 @@ pub enum Planted {
     RoomNotTold,
     /// A slab stays held after its post ended.
     SlabKept,
+    /// What fills up the frame of a cancelled post is sent before the receiver knows of the cancel.
+    FillerAtOnce,
     /// No bug, but what brings out those about waiting: a lane dawdles between the look at a grant and the copy into it.
     LaneSlow,
 }
@@ -41,7 +43,7 @@ pub enum Planted {
 #[cfg(feature = "planted")]
 impl Planted {
     /// All bugs.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::RevokeSkipped,
         Self::RevokeNotWaited,
         Self::SealSkipped,
@@ -57,6 +59,7 @@ impl Planted {
         Self::GrantCreditLost,
         Self::RoomNotTold,
         Self::SlabKept,
+        Self::FillerAtOnce,
     ];
 }
 

@@ -1,7 +1,8 @@
 //! A write on its way, and the guard of its source.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use bytes::Bytes;
 use kvferry_protocol::pages::Extent;
@@ -11,6 +12,7 @@ use super::window::Window;
 use crate::api::{GrantKey, PostId, Slab, Source, Write};
 use crate::error::TransportError;
 use crate::raw::RawRun;
+use crate::share::{Lender, OpenLoan};
 
 /// A write that was taken.
 ///
@@ -26,6 +28,9 @@ pub(crate) struct Post {
     /// Where each extent begins in the stream.
     pub(crate) extent_starts: Vec<u64>,
     source: RwLock<Option<Parts>>,
+    /// What lets the receiver read the source, once a frame lent it; none if that could not be had.
+    loan: OnceLock<Option<OpenLoan>>,
+    has_verdict: AtomicBool,
 }
 
 /// The parts of a source, each with its place in the stream.
@@ -88,6 +93,8 @@ impl Post {
             extents: write.extents.clone(),
             extent_starts,
             source: RwLock::new(Some(parts)),
+            loan: OnceLock::new(),
+            has_verdict: AtomicBool::new(false),
         })
     }
 
@@ -97,14 +104,35 @@ impl Post {
         source.is_some().then_some(Reading(source))
     }
 
-    /// After this returns the source is not read, and a slab is let go.
+    /// The receiver's word about the post came, or will never come.
+    pub(crate) fn note_verdict(&self) {
+        self.has_verdict.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the receiver takes no more bytes of the write: before that, what is sent in their place could land.
+    pub(crate) fn has_verdict(&self) -> bool {
+        self.has_verdict.load(Ordering::SeqCst)
+    }
+
+    /// After this returns the source is not read, or what the receiver reads of it does not count, and a slab is let go.
     pub(crate) fn release_source(&self) {
-        let released = self.source.write().unwrap_or_else(PoisonError::into_inner).take();
+        let mut source = self.source.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Some(loan)) = self.loan.get() {
+            loan.end();
+        }
+        let released = source.take();
+        drop(source);
         drop(released); // outside the lock: a slab may have a drop of its own
     }
 }
 
 impl Reading<'_> {
+    /// Lets the peer read the source, until the post ends: slot and token on the board. `post` is the one whose source this is.
+    pub(crate) fn lend(&self, post: &Post, lender: &Lender) -> Option<(u32, u64)> {
+        let loan = post.loan.get_or_init(|| lender.open(post.id.0));
+        loan.as_ref().map(|loan| (loan.slot, loan.token))
+    }
+
     /// Appends the memory of bytes `from..to`, until `out` has `max_runs`. Returns how many bytes were appended.
     pub(crate) fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
         let Some(parts) = self.0.as_ref() else { return 0 };

@@ -29,6 +29,8 @@ pub(crate) struct Progress {
     open: BTreeMap<u32, Open>,
     ended: Numbers,
     cancelled: Numbers,
+    /// Ended without their bytes, by this side.
+    refused: Numbers,
     bug: Bug,
 }
 
@@ -55,7 +57,8 @@ impl Open {
 
 impl Progress {
     pub(crate) fn new(bug: Bug) -> Self {
-        Self { open: BTreeMap::new(), ended: Numbers::new(MAX_HOLES), cancelled: Numbers::new(MAX_HOLES), bug }
+        let numbers = || Numbers::new(MAX_HOLES);
+        Self { open: BTreeMap::new(), ended: numbers(), cancelled: numbers(), refused: numbers(), bug }
     }
 
     /// Takes a frame whose payload is about to be placed.
@@ -103,12 +106,14 @@ impl Progress {
         if self.open.contains_key(&sequence) {
             // If the numbers have too many holes the grant takes no more writes at all.
             let _ = self.end(sequence);
+            let _ = self.refused.insert(sequence);
         }
     }
 
     /// Ends a write at the sender's wish. Returns whether it was complete before.
     pub(crate) fn cancel(&mut self, sequence: u32) -> bool {
-        if self.ended.contains(sequence) && !self.cancelled.contains(sequence) {
+        let is_lost = self.cancelled.contains(sequence) || self.refused.contains(sequence);
+        if self.ended.contains(sequence) && !is_lost {
             return true;
         }
         let _ = self.end(sequence);
@@ -168,6 +173,17 @@ mod tests {
 
     fn words(sequence: u32, frame: u32, payload_bytes: u64) -> FrameWords {
         FrameWords { sequence, frame, payload_bytes, write_bytes: 10 }
+    }
+
+    #[test]
+    fn a_write_that_was_refused_is_not_called_complete_when_it_is_cancelled() {
+        let mut progress = Progress::default();
+        progress.admit(words(0, 0, 5), b"").unwrap();
+        progress.refuse(0);
+        assert!(!progress.cancel(0));
+        progress.admit(words(1, 0, 10), b"").unwrap();
+        progress.land(words(1, 0, 10)).unwrap();
+        assert!(progress.cancel(1));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use kvferry_protocol::pages::{Pages, Piece};
 
 use super::runs::RunList;
 use super::window::Window;
-use crate::api::{Memory, MemoryKind};
+use crate::api::{Memory, MemoryFile, MemoryKind};
 use crate::error::TransportError;
 use crate::raw::Region;
 
@@ -15,7 +15,12 @@ use crate::raw::Region;
 const MAX_REGIONS: usize = 4096;
 
 /// Grows only: a region lives as long as the transport.
-pub(crate) struct RegionTable(RwLock<Vec<Region>>);
+pub(crate) struct RegionTable(RwLock<Vec<Entry>>);
+
+struct Entry {
+    region: Region,
+    file: Option<MemoryFile>,
+}
 
 impl RegionTable {
     pub(crate) fn new() -> Self {
@@ -23,19 +28,26 @@ impl RegionTable {
     }
 
     pub(crate) fn add(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        let refuse = |problem: &str| TransportError::Memory { bytes: memory.bytes, problem: problem.to_owned() };
+        let bytes = memory.bytes;
+        let refuse = |problem: &str| TransportError::Memory { bytes, problem: problem.to_owned() };
         if memory.kind != MemoryKind::Host {
             return Err(refuse("this transport reads and writes host memory only"));
         }
-        if memory.bytes == 0 || memory.bytes > isize::MAX as usize {
+        if bytes == 0 || bytes > isize::MAX as usize {
             return Err(refuse("a region has 1 to isize::MAX bytes"));
         }
         let mut regions = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if regions.len() >= MAX_REGIONS {
             return Err(refuse("the table of regions is full; register larger ones"));
         }
-        regions.push(Region::new(memory));
+        regions.push(Entry { region: Region::new(&memory), file: memory.file });
         Ok(RegionId::new(regions.len() as u32 - 1))
+    }
+
+    /// A region, and the file behind it.
+    pub(crate) fn entry(&self, id: RegionId) -> Option<(Region, Option<MemoryFile>)> {
+        let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        regions.get(id.get() as usize).map(|entry| (entry.region, entry.file.clone()))
     }
 
     /// Checks every page against its region and makes the pages addressable.
@@ -44,12 +56,13 @@ impl RegionTable {
         let highest_base = pages.bases.iter().copied().max().unwrap_or(0);
         let mut used = Vec::with_capacity(pages.pieces.len());
         for piece in &pages.pieces {
-            let region = regions.get(piece.region.get() as usize).ok_or_else(|| TransportError::Range {
-                what: format!("{what}: there is no region {}", piece.region),
-                start: piece.region.get().into(),
-                end: u64::from(piece.region.get()) + 1,
-                limit: regions.len() as u64,
-            })?;
+            let Entry { region, .. } =
+                regions.get(piece.region.get() as usize).ok_or_else(|| TransportError::Range {
+                    what: format!("{what}: there is no region {}", piece.region),
+                    start: piece.region.get().into(),
+                    end: u64::from(piece.region.get()) + 1,
+                    limit: regions.len() as u64,
+                })?;
             let end = piece_end(piece).and_then(|end| end.checked_add(highest_base));
             if end.is_none_or(|end| end > region.bytes()) {
                 return Err(TransportError::Range {

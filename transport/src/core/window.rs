@@ -76,7 +76,7 @@ mod tests {
             let mut memory: Vec<u8> = (0..1024u32).map(|at| (at % 251) as u8).collect();
             let regions = RegionTable::new();
             let address = NonNull::new(memory.as_mut_ptr()).unwrap();
-            regions.add(Memory { address, bytes: memory.len(), kind: MemoryKind::Host }).unwrap();
+            regions.add(Memory { address, bytes: memory.len(), kind: MemoryKind::Host, file: None }).unwrap();
             let mut naive = Vec::new();
             for &base in &pages.bases {
                 for piece in &pages.pieces {
@@ -105,7 +105,7 @@ mod tests {
         let mut memory = [0u8; 100];
         let regions = RegionTable::new();
         let address = NonNull::new(memory.as_mut_ptr()).unwrap();
-        regions.add(Memory { address, bytes: memory.len(), kind: MemoryKind::Host }).unwrap();
+        regions.add(Memory { address, bytes: memory.len(), kind: MemoryKind::Host, file: None }).unwrap();
         let pages = |region, base, offset, loops: &[(u32, u64)], run_bytes| Pages {
             bases: vec![0, base],
             pieces: vec![Piece {

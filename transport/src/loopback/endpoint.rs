@@ -158,7 +158,6 @@ impl Transport for Loopback {
             max_message_bytes: MAX_MESSAGE_BYTES,
             max_notification_bytes: MAX_NOTIFICATION_BYTES,
             max_extents: MAX_EXTENTS,
-            direct_run_bytes: 256,
         }
     }
 
@@ -237,6 +236,10 @@ impl Transport for Loopback {
             let outcome = if is_complete { Ok(()) } else { Err(TransportError::Cancelled) };
             end.outbox.finish(&self.shared.core, grant, sequence, outcome);
         }
+    }
+
+    fn direct_run_bytes(&self, _: &PeerId) -> u64 {
+        256
     }
 
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {

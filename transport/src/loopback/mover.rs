@@ -10,7 +10,7 @@ use super::endpoint::{Shared, Target};
 use super::faults::{Dice, Faults};
 use super::link::End;
 use super::{FaultPlan, Network};
-use crate::api::{Event, PeerAddress};
+use crate::api::{Event, PathKind, PathReport, PeerAddress};
 use crate::core::{Counters, FrameCut, Inbound};
 use crate::error::TransportError;
 use crate::raw::{self, RawRun, advance};
@@ -135,6 +135,7 @@ fn dial(
             address: end.address,
             version,
             greeting: end.remote.greeting.clone(),
+            path: PathReport { kind: PathKind::Loopback, not: Vec::new() },
         });
     }
     Ok(remote.peer.clone())
@@ -165,7 +166,7 @@ impl Mover {
         if end.remote.core.events.is_full() {
             return false;
         }
-        let Some(cut) = end.outbox.next_frame(end.local.config.frame_bytes, VERSION) else { return false };
+        let Some(cut) = end.outbox.next_frame(end.local.config.frame_bytes, VERSION, None) else { return false };
         let faults = self.dice.draw();
         let (end, after) = (Arc::clone(end), faults.delay);
         let held = Held { end, cut, faults, after };

@@ -6,6 +6,8 @@ use std::time::Duration;
 use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES, VERSIONS, VersionRange};
 use serde::Deserialize;
 
+use crate::api::PathKind;
+
 /// The keys of a configuration file's `[tcp]` table; every key has a default.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -14,6 +16,8 @@ pub struct TcpConfigFile {
     pub listen: SocketAddr,
     /// What peers are told, if it is not where we listen (NAT, a wildcard address); port 0 stands for the port that we listen on.
     pub advertise: Option<SocketAddr>,
+    /// The ways that payload may go; the best that both sides have is taken.
+    pub paths: Vec<PathKind>,
     /// Data lanes to a peer on this host.
     pub lanes_same_host: u16,
     /// Data lanes to a peer on another host.
@@ -59,6 +63,7 @@ impl Default for TcpConfigFile {
         Self {
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
             advertise: None,
+            paths: PathKind::ALL.to_vec(),
             lanes_same_host: 2,
             lanes_remote: 4,
             data_threads: 2,
@@ -88,6 +93,7 @@ impl Default for TcpConfigFile {
 pub struct TcpConfig {
     pub(crate) listen: SocketAddr,
     pub(crate) advertise: Option<SocketAddr>,
+    pub(crate) paths: Vec<PathKind>,
     pub(crate) lanes_same_host: u16,
     pub(crate) lanes_remote: u16,
     pub(crate) data_threads: usize,
@@ -154,6 +160,10 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
         within("max_events", file.max_events.into(), 1, 1 << 24)?;
         within("max_queued_message_bytes", file.max_queued_message_bytes.into(), 1 << 10, 1 << 30)?;
         within("newest_version", file.newest_version.into(), VERSIONS.min.into(), VERSIONS.max.into())?;
+        if file.paths.is_empty() || file.paths.contains(&PathKind::Loopback) {
+            let fix = "name one or more of shm, cma, uds and tcp, or leave it out".to_owned();
+            return Err(ConfigError { key: "paths", found: format!("{:?}", file.paths), fix });
+        }
         if let Some(bytes) = file.socket_buffer_bytes {
             within("socket_buffer_bytes", bytes.into(), 4 << 10, 1 << 30)?;
         }
@@ -172,6 +182,7 @@ impl TcpConfig {
         Self {
             listen: file.listen,
             advertise: file.advertise,
+            paths: file.paths.clone(),
             lanes_same_host: file.lanes_same_host,
             lanes_remote: file.lanes_remote,
             data_threads: file.data_threads.into(),
@@ -214,13 +225,14 @@ mod tests {
             ("stall_ms", TcpConfigFile { keepalive_ms: 10, stall_ms: 19, ..base() }),
             ("redial_longest_ms", TcpConfigFile { redial_longest_ms: 1, ..base() }),
             ("socket_buffer_bytes", TcpConfigFile { socket_buffer_bytes: Some(1), ..base() }),
+            ("paths", TcpConfigFile { paths: Vec::new(), ..base() }),
             ("link_gbps", TcpConfigFile { link_gbps: Some(f64::NAN), ..base() }),
             ("link_gbps", TcpConfigFile { link_gbps: Some(0.0), ..base() }),
             ("newest_version", TcpConfigFile { newest_version: VERSIONS.max + 1, ..base() }),
         ] {
             let error = TcpConfig::try_from(file).unwrap_err();
             assert_eq!(error.key, key);
-            assert!(error.to_string().contains("give"), "{error}");
+            assert!(error.to_string().contains("give") || key == "paths", "{error}");
         }
     }
 }

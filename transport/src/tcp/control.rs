@@ -1,7 +1,6 @@
 //! The control lane of a session that is up: messages, keep-alives, the session's end.
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,6 +10,7 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GOODBYE_BYTES, Refusal}
 use rustix::event::{PollFd, PollFlags};
 
 use super::session::Session;
+use super::stream::Stream;
 use crate::api::Event;
 use crate::core::Core;
 use crate::error::TransportError;
@@ -23,7 +23,7 @@ const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 pub(crate) struct Control {
     pub(crate) session: Arc<Session>,
-    stream: TcpStream,
+    stream: Stream,
     input: Vec<u8>,
     /// The header of the frame whose body is being read.
     header: Option<FrameHeader>,
@@ -35,10 +35,12 @@ pub(crate) struct Control {
     ping_at: Instant,
     pub(crate) again: bool,
     is_held_back: bool,
+    /// Posts ended at the peer's word; lanes may wait for that.
+    pub(crate) has_verdicts: bool,
 }
 
 impl Control {
-    pub(crate) fn new(session: Arc<Session>, stream: TcpStream, now: Instant, keepalive: Duration) -> Self {
+    pub(crate) fn new(session: Arc<Session>, stream: Stream, now: Instant, keepalive: Duration) -> Self {
         Self {
             session,
             stream,
@@ -51,6 +53,7 @@ impl Control {
             ping_at: now + keepalive,
             again: true,
             is_held_back: false,
+            has_verdicts: false,
         }
     }
 
@@ -161,6 +164,7 @@ impl Control {
             FrameKind::Pong => {}
             FrameKind::Ack | FrameKind::Refuse => {
                 session.verdict(core, header.grant, header.sequence, header.refusal);
+                self.has_verdicts = true;
             }
             FrameKind::Cancel => {
                 let grant = core.grants.find(header.grant, session.key);
@@ -176,7 +180,9 @@ impl Control {
                 let reason = String::from_utf8_lossy(&body).chars().filter(|c| !c.is_control()).collect();
                 return Err(TransportError::Ended { peer: session.name.clone(), reason });
             }
-            FrameKind::Data => return Err(self.wrong("payload on the control lane".to_owned())),
+            FrameKind::Data | FrameKind::Lend | FrameKind::Share | FrameKind::Mapped => {
+                return Err(self.wrong(format!("a {:?} frame on the control lane", header.kind)));
+            }
         }
         Ok(())
     }

@@ -1,6 +1,5 @@
 //! The threads that carry payload: each has some lanes and waits for all of them in poll(2).
 
-use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,6 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::endpoint::{Command, Shared};
 use super::lane::{Lane, Ready};
 use super::session::Session;
+use super::stream::Stream;
 use super::wake::Waker;
 
 /// What a data thread reads frames under dead grants into.
@@ -19,7 +19,7 @@ const SINK_BYTES: usize = 64 << 10;
 /// A data thread, as other threads see it.
 pub(crate) struct DataThread {
     pub(crate) waker: Waker,
-    new_lanes: Mutex<Vec<(Arc<Session>, Arc<TcpStream>)>>,
+    new_lanes: Mutex<Vec<Lane>>,
     is_stopping: AtomicBool,
 }
 
@@ -28,8 +28,10 @@ impl DataThread {
         Ok(Self { waker: Waker::new()?, new_lanes: Mutex::default(), is_stopping: AtomicBool::new(false) })
     }
 
-    pub(crate) fn add(&self, session: Arc<Session>, stream: Arc<TcpStream>) {
-        self.new_lanes.lock().unwrap_or_else(PoisonError::into_inner).push((session, stream));
+    /// `tells`: whether the lane is its session's first, which tells the peer which memory is shared.
+    pub(crate) fn add(&self, session: Arc<Session>, stream: Arc<Stream>, tells: bool) {
+        let lane = Lane::new(session, stream, tells);
+        self.new_lanes.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
         self.waker.wake();
     }
 
@@ -43,7 +45,7 @@ impl DataThread {
         let mut sink = vec![0; SINK_BYTES];
         while !self.is_stopping.load(Ordering::SeqCst) {
             let new = std::mem::take(&mut *self.new_lanes.lock().unwrap_or_else(PoisonError::into_inner));
-            lanes.extend(new.into_iter().map(|(session, stream)| Lane::new(session, stream)));
+            lanes.extend(new);
             lanes.retain_mut(|lane| {
                 if lane.session.is_over() {
                     return false;

@@ -5,23 +5,27 @@
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{Dialler, Introduction, LaneSecret, Listener, PeerIdentity};
+use kvferry_protocol::wire::{Dialler, Introduction, Listener, PeerIdentity};
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::Control;
 use super::endpoint::{Command, Shared};
 use super::handshaking::{Handshaking, Machine, Role};
+use super::path::{Choice, Route};
 use super::pending::Pending;
 use super::session::{Session, SessionSetup};
 use super::socket;
+use super::stream::Stream;
 use super::target::{BackOff, Target, TargetState};
 use crate::api::{Event, PeerAddress};
 use crate::core::{Counters, SessionKey, Superseded, is_other_start, random};
 use crate::error::TransportError;
+use crate::share::Sharing;
 
 /// How many connections are accepted before the thread looks at its peers.
 const TURN_ACCEPTS: usize = 16;
@@ -30,7 +34,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) struct Driver<'a> {
     pub(super) shared: &'a Arc<Shared>,
-    listener: TcpListener,
+    listeners: Listeners,
     accept_at: Option<Instant>,
     /// Somebody was told that connections cannot be accepted, and some still wait.
     is_starved: bool,
@@ -43,12 +47,37 @@ pub(crate) struct Driver<'a> {
     next_data: usize,
 }
 
-pub(crate) fn run(shared: &Arc<Shared>, listener: TcpListener) {
+/// Where peers dial.
+pub(crate) struct Listeners {
+    pub(crate) tcp: TcpListener,
+    /// For data lanes of peers on this host.
+    pub(crate) unix: Option<UnixListener>,
+}
+
+/// What poll(2) found at the listeners.
+#[derive(Clone, Copy, Default)]
+struct Knocks {
+    tcp: bool,
+    unix: bool,
+}
+
+/// Why a round of accepting is over.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AcceptEnd {
+    /// Nobody waits any more.
+    Drained,
+    /// The system refused a descriptor.
+    Starved,
+    /// Others have their turn.
+    More,
+}
+
+pub(crate) fn run(shared: &Arc<Shared>, listeners: Listeners) {
     let config = &shared.config;
     let back_off = BackOff { first: config.redial_first, longest: config.redial_longest, random: config.redial_seed };
     let mut driver = Driver {
         shared,
-        listener,
+        listeners,
         accept_at: None,
         is_starved: false,
         handshaking: Vec::new(),
@@ -79,9 +108,7 @@ impl Driver<'_> {
         self.dial_targets(Instant::now());
         self.expire(Instant::now());
         let ready = self.sleep();
-        if ready.accept {
-            self.accept();
-        }
+        self.accept(ready.knocks);
         // Back to front: a handshake or a session that is over makes room for the last one.
         for index in (0..ready.handshaking.len()).rev() {
             if ready.handshaking[index] {
@@ -126,7 +153,8 @@ impl Driver<'_> {
         let mut sooner = |at: Instant| until = Some(until.map_or(at, |until| until.min(at)));
         let mut fds = vec![self.shared.waker.entry()];
         if self.accept_at.is_none() {
-            fds.push(PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN));
+            fds.push(PollFd::from_borrowed_fd(self.listeners.tcp.as_fd(), PollFlags::IN));
+            fds.extend(self.listeners.unix.as_ref().map(|unix| PollFd::from_borrowed_fd(unix.as_fd(), PollFlags::IN)));
         }
         for handshake in &self.handshaking {
             sooner(handshake.poll_timeout());
@@ -148,32 +176,50 @@ impl Driver<'_> {
         let mut ready = fds.iter().skip(1).map(|fd| !fd.revents().is_empty());
         let mut next = || ready.next().unwrap_or(false);
         Ready {
-            accept: match self.accept_at {
-                Some(at) => at <= Instant::now(),
-                None => next(),
+            knocks: match self.accept_at {
+                Some(at) => Knocks { tcp: at <= Instant::now(), unix: at <= Instant::now() },
+                None => Knocks { tcp: next(), unix: self.listeners.unix.is_some() && next() },
             },
             handshaking: self.handshaking.iter().map(|_| next()).collect(),
             live: self.live.iter().map(|control| control.entry().is_some() && next()).collect(),
         }
     }
 
-    fn accept(&mut self) {
+    fn accept(&mut self, knocks: Knocks) {
+        if !(knocks.tcp || knocks.unix) {
+            return;
+        }
         self.accept_at = None;
+        let mut ends = Vec::new();
+        if knocks.tcp {
+            ends.push(self.accept_from(|listeners| {
+                let (stream, from) = listeners.tcp.accept()?;
+                Ok((socket::accepted(stream)?, from.to_string()))
+            }));
+        }
+        if knocks.unix && !ends.contains(&AcceptEnd::Starved) {
+            ends.push(self.accept_from(|listeners| {
+                let unix = listeners.unix.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
+                Ok((socket::accepted_unix(unix.accept()?.0)?, "a process of this host".to_owned()))
+            }));
+        }
+        if ends.iter().all(|end| *end == AcceptEnd::Drained) {
+            self.is_starved = false;
+        }
+    }
+
+    fn accept_from(&mut self, accept: impl Fn(&Listeners) -> io::Result<(Stream, String)>) -> AcceptEnd {
         for _ in 0..TURN_ACCEPTS {
-            let accepted = self.listener.accept().and_then(|(stream, from)| Ok((socket::accepted(stream)?, from)));
-            let (stream, address) = match accepted {
+            let (stream, name) = match accept(&self.listeners) {
                 Ok(accepted) => accepted,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.is_starved = false;
-                    return;
-                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return AcceptEnd::Drained,
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => {
                     if !std::mem::replace(&mut self.is_starved, true) {
                         tracing::warn!(%error, "connections cannot be accepted for now; raise the limit, or see who holds them");
                     }
                     self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
-                    return;
+                    return AcceptEnd::Starved;
                 }
             };
             let unproved = self.handshaking.iter().filter(|handshake| handshake.is_unproved()).count();
@@ -184,8 +230,9 @@ impl Driver<'_> {
             let deadline = Instant::now() + self.shared.config.handshake;
             let (key, versions) = (self.shared.key.clone(), self.shared.config.versions);
             let listener = Listener::new(key, versions, random(), deadline, unproved >= limit);
-            self.handshaking.push(Handshaking::new(stream, Role::Accepted, address, Machine::Listener(listener)));
+            self.handshaking.push(Handshaking::new(stream, Role::Accepted, name, Machine::Listener(listener)));
         }
+        AcceptEnd::More
     }
 
     fn dial_targets(&mut self, now: Instant) {
@@ -204,7 +251,7 @@ impl Driver<'_> {
             let address = target.address;
             let lanes = self.lanes_to(address);
             let identity = self.introduce(lanes, 0);
-            if let Err(reason) = self.dial(address, Role::Control, Introduction::Peer(identity)) {
+            if let Err(reason) = self.dial(address, Introduction::Peer(identity)) {
                 self.missed(address, None, reason);
             }
         }
@@ -218,41 +265,60 @@ impl Driver<'_> {
 
     pub(super) fn introduce(&self, lanes: u16, session: u64) -> PeerIdentity {
         let (peer, greeting) = (self.shared.peer.clone(), self.shared.greeting.to_vec());
-        PeerIdentity { peer, lanes, session, greeting }
+        PeerIdentity { peer, lanes, session, greeting, offers: self.shared.local.offers() }
     }
 
-    pub(super) fn dial(
-        &mut self,
-        address: SocketAddr,
-        role: Role,
-        introduction: Introduction,
-    ) -> Result<(), TransportError> {
-        let config = &self.shared.config;
-        let is_data = matches!(role, Role::Lane { .. });
-        let stream = socket::dial(address, is_data, config.socket_buffer_bytes);
-        let stream = stream.map_err(|source| TransportError::Io {
-            peer: address.to_string(),
-            operation: "connect",
-            source: Arc::new(source),
-        })?;
-        let deadline = Instant::now() + config.handshake;
-        let dialler = Dialler::new(self.shared.key.clone(), config.versions, introduction, random(), deadline);
-        self.handshaking.push(Handshaking::new(stream, role, address, Machine::Dialler(dialler)));
+    fn dial(&mut self, address: SocketAddr, introduction: Introduction) -> Result<(), TransportError> {
+        let stream = socket::dial(address, false, None).map_err(unreached(address.to_string()))?;
+        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction);
         Ok(())
     }
 
-    pub(super) fn dial_lanes(
+    /// Dials the data lanes of a session, the way that was chosen. Unix lanes that cannot be had are replaced by TCP, if that is allowed.
+    pub(super) fn dial_lanes(&mut self, address: SocketAddr, pending: &mut Pending) -> Result<(), TransportError> {
+        let buffer_bytes = self.shared.config.socket_buffer_bytes;
+        if let Route::Unix(name) = pending.choice.route.clone() {
+            let lanes = pending.lanes.iter().map(|_| socket::dial_unix(&name, buffer_bytes));
+            match lanes.collect::<io::Result<Vec<_>>>() {
+                Ok(streams) => return self.shake_lanes(address, pending, streams, &format!("{address}, Unix lane")),
+                Err(error) => {
+                    let problem =
+                        format!("its rendezvous cannot be reached from here ({error}): another network namespace?");
+                    let (version, offers) = (pending.version, &pending.identity.offers);
+                    pending.choice = self.shared.local.without_unix(version, offers, &problem);
+                }
+            }
+        }
+        if pending.choice.route != Route::Tcp {
+            let (peer, reasons) = (pending.identity.peer.to_string(), pending.choice.reasons());
+            let problem = format!("there is no common way for payload: {reasons}; allow one more in `paths`");
+            return Err(TransportError::Protocol { peer, problem });
+        }
+        let lanes = pending.lanes.iter().map(|_| socket::dial(address, true, buffer_bytes));
+        let streams = lanes.collect::<io::Result<Vec<_>>>().map_err(unreached(address.to_string()))?;
+        self.shake_lanes(address, pending, streams, &address.to_string())
+    }
+
+    fn shake_lanes(
         &mut self,
         address: SocketAddr,
-        number: u64,
-        lanes: u16,
-        secret: &LaneSecret,
+        pending: &Pending,
+        streams: Vec<Stream>,
+        name: &str,
     ) -> Result<(), TransportError> {
-        for lane in 0..lanes {
-            let introduction = Introduction::Lane { session: number, lane, secret: secret.clone() };
-            self.dial(address, Role::Lane { session: number, lane }, introduction)?;
+        for (lane, stream) in (0..).zip(streams) {
+            let (session, secret) = (pending.number, pending.secret.clone());
+            let role = Role::Lane { to: address, session, lane };
+            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret });
         }
         Ok(())
+    }
+
+    fn shake_over(&mut self, stream: Stream, role: Role, name: String, introduction: Introduction) {
+        let config = &self.shared.config;
+        let deadline = Instant::now() + config.handshake;
+        let dialler = Dialler::new(self.shared.key.clone(), config.versions, introduction, random(), deadline);
+        self.handshaking.push(Handshaking::new(stream, role, name, Machine::Dialler(dialler)));
     }
 
     fn expire(&mut self, now: Instant) {
@@ -278,7 +344,7 @@ impl Driver<'_> {
     pub(super) fn missed(&mut self, address: SocketAddr, peer: Option<PeerId>, reason: TransportError) {
         // Other lanes of the same attempt are of no use any more.
         self.pending.retain(|pending| pending.dialled != Some(address));
-        self.handshaking.retain(|handshake| handshake.role == Role::Accepted || handshake.address != address);
+        self.handshaking.retain(|handshake| handshake.role.to() != Some(address));
         let Some(target) = self.targets.iter_mut().find(|target| target.address == address) else { return };
         target.retry(Instant::now(), &mut self.back_off);
         Counters::add(&self.shared.core.counters.sessions_down, 1);
@@ -322,6 +388,9 @@ impl Driver<'_> {
         }
         let (shared, now) = (self.shared, Instant::now());
         let sockets: Vec<_> = pending.lanes.into_iter().flatten().map(Arc::new).collect();
+        let are_unix = sockets.iter().all(|socket| socket.is_unix());
+        let path = pending.choice.report(are_unix);
+        let sharing = sharing(&pending.choice, are_unix, &sockets, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
             key,
@@ -330,6 +399,7 @@ impl Driver<'_> {
             address: pending.dialled,
             max_posts: shared.config.max_posts,
             link_bytes_per_second: shared.config.link_bytes_per_second,
+            sharing,
             sockets: sockets.clone(),
         };
         let session = Arc::new(Session::new(setup, now));
@@ -337,7 +407,8 @@ impl Driver<'_> {
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
         }
-        tracing::info!(%peer, session = key.0, lanes = sockets.len(), "session up");
+        let not = pending.choice.reasons();
+        tracing::info!(%peer, session = key.0, lanes = sockets.len(), path = %path.kind, %not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.lock().sessions.insert(peer.clone(), Arc::clone(&session));
         shared.core.events.push(Event::Up {
@@ -346,9 +417,10 @@ impl Driver<'_> {
             address: pending.dialled.map(PeerAddress::Tcp),
             version: pending.version,
             greeting: pending.identity.greeting.into(),
+            path,
         });
-        for socket in sockets {
-            shared.data[self.next_data % shared.data.len()].add(Arc::clone(&session), socket);
+        for (index, socket) in sockets.into_iter().enumerate() {
+            shared.data[self.next_data % shared.data.len()].add(Arc::clone(&session), socket, index == 0);
             self.next_data += 1;
         }
         self.live.push(Control::new(session, control, now, shared.config.keepalive));
@@ -361,7 +433,11 @@ impl Driver<'_> {
         if !(is_ready || is_due || control.again || control.held_back() || control.session.has_control()) {
             return;
         }
-        if let Err(reason) = control.turn(core, now, config.keepalive, config.stall) {
+        let outcome = control.turn(core, now, config.keepalive, config.stall);
+        if std::mem::take(&mut control.has_verdicts) {
+            self.shared.wake_data();
+        }
+        if let Err(reason) = outcome {
             let word = reason.to_string();
             let goodbye = !matches!(reason, TransportError::Ended { .. });
             self.end_session(index, reason, goodbye.then_some(&word));
@@ -407,9 +483,26 @@ impl Driver<'_> {
     }
 }
 
+/// What the two read in each other's memory. Without it payload goes over the lanes.
+fn sharing(choice: &Choice, are_unix: bool, sockets: &[Arc<Stream>], max_posts: usize) -> Option<Sharing> {
+    let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
+    let socket = sockets.first().filter(|_| are_unix && (by_descriptor || by_address))?;
+    match Sharing::new(by_descriptor, by_address, socket.as_fd(), max_posts) {
+        Ok(sharing) => Some(sharing),
+        Err(error) => {
+            tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");
+            None
+        }
+    }
+}
+
+fn unreached(peer: String) -> impl FnOnce(io::Error) -> TransportError {
+    move |source| TransportError::Io { peer, operation: "connect", source: Arc::new(source) }
+}
+
 /// What poll(2) found.
 struct Ready {
-    accept: bool,
+    knocks: Knocks,
     handshaking: Vec<bool>,
     live: Vec<bool>,
 }

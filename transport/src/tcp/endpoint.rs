@@ -1,7 +1,7 @@
 //! The endpoint that callers hold.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use kvferry_protocol::{PeerId, RegionId};
 
 use super::config::TcpConfig;
 use super::data::DataThread;
-use super::driver;
+use super::driver::{self, Listeners};
+use super::path::Local;
 use super::session::Session;
 use super::socket;
 use super::wake::Waker;
@@ -29,6 +30,8 @@ use crate::error::TransportError;
 const MAX_EXTENTS: usize = 1 << 16;
 /// Runs shorter than this are packed first. An estimate: no bench has compared the two ways yet.
 const DIRECT_RUN_BYTES: u64 = 4 << 10;
+/// The same where the receiver copies out of our memory: packing would be a second copy. An estimate, too.
+const DIRECT_LENT_RUN_BYTES: u64 = 256;
 
 /// A TCP endpoint. Dropping it shuts it down.
 pub struct Tcp {
@@ -44,6 +47,7 @@ pub(crate) struct Shared {
     pub(crate) peer: PeerId,
     pub(crate) greeting: Bytes,
     pub(crate) address: SocketAddr,
+    pub(crate) local: Local,
     pub(crate) state: Mutex<State>,
     pub(crate) waker: Waker,
     pub(crate) data: Vec<DataThread>,
@@ -108,6 +112,13 @@ impl Tcp {
             Some(advertised) => advertised,
             None => bound,
         };
+        let local = Local::new(&config.paths);
+        let unix = local
+            .rendezvous
+            .as_deref()
+            .map(socket::listen_unix)
+            .transpose()
+            .map_err(broken("listen for Unix lanes"))?;
         let data = (0..config.data_threads).map(|_| DataThread::new()).collect::<Result<Vec<_>, _>>();
         let shared = Arc::new(Shared {
             core: Core::new(config.max_grants, config.max_events, bug),
@@ -117,15 +128,16 @@ impl Tcp {
             peer,
             greeting,
             address,
+            local,
             state: Mutex::default(),
             config: config.clone(),
         });
         let tcp = Self { shared, threads: Mutex::default() };
-        tcp.start(listener).map_err(broken("start a thread"))?;
+        tcp.start(Listeners { tcp: listener, unix }).map_err(broken("start a thread"))?;
         Ok(tcp)
     }
 
-    fn start(&self, listener: TcpListener) -> std::io::Result<()> {
+    fn start(&self, listeners: Listeners) -> std::io::Result<()> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         for index in 0..self.shared.data.len() {
             let shared = Arc::clone(&self.shared);
@@ -134,7 +146,7 @@ impl Tcp {
         }
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("tcp-control".to_owned());
-        threads.push(thread.spawn(move || driver::run(&shared, listener))?);
+        threads.push(thread.spawn(move || driver::run(&shared, listeners))?);
         Ok(())
     }
 }
@@ -184,7 +196,6 @@ impl Transport for Tcp {
             max_message_bytes: MAX_MESSAGE_BYTES,
             max_notification_bytes: MAX_NOTIFICATION_BYTES,
             max_extents: MAX_EXTENTS,
-            direct_run_bytes: DIRECT_RUN_BYTES,
         }
     }
 
@@ -194,7 +205,9 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        self.shared.core.register(memory)
+        let region = self.shared.core.register(memory)?;
+        self.shared.wake_data(); // peers on this host are told
+        Ok(region)
     }
 
     fn connect(&self, address: &PeerAddress) -> Result<(), TransportError> {
@@ -252,6 +265,11 @@ impl Transport for Tcp {
             let _ = session.queue_control(header, &[], usize::MAX);
         }
         self.shared.waker.wake();
+    }
+
+    fn direct_run_bytes(&self, peer: &PeerId) -> u64 {
+        let shares = self.shared.session(peer).is_ok_and(|session| session.sharing.is_some());
+        if shares { DIRECT_LENT_RUN_BYTES } else { DIRECT_RUN_BYTES }
     }
 
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {

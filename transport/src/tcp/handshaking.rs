@@ -1,7 +1,7 @@
 //! A connection whose handshake goes on.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,6 +12,7 @@ use kvferry_protocol::wire::{
 use rustix::event::{PollFd, PollFlags};
 
 use super::pending::Pending;
+use super::stream::Stream;
 use crate::error::TransportError;
 
 /// Why the connection exists.
@@ -19,17 +20,27 @@ use crate::error::TransportError;
 pub(crate) enum Role {
     /// Somebody dialled us.
     Accepted,
-    /// We dial a new session.
-    Control,
-    /// We dial data lane `lane` of the session that is being made under this number.
-    Lane { session: u64, lane: u16 },
+    /// We dial a new session at this address.
+    Control { to: SocketAddr },
+    /// We dial data lane `lane` of the session with this address that is being made under this number.
+    Lane { to: SocketAddr, session: u64, lane: u16 },
+}
+
+impl Role {
+    /// The address whose session this is for, if we dial.
+    pub(crate) fn to(self) -> Option<SocketAddr> {
+        match self {
+            Self::Accepted => None,
+            Self::Control { to } | Self::Lane { to, .. } => Some(to),
+        }
+    }
 }
 
 pub(crate) struct Handshaking {
-    pub(crate) stream: TcpStream,
+    pub(crate) stream: Stream,
     pub(crate) role: Role,
-    /// The other end.
-    pub(crate) address: SocketAddr,
+    /// The other end, in errors and logs.
+    pub(crate) name: String,
     machine: Machine,
     input: Vec<u8>,
     output: Vec<u8>,
@@ -70,12 +81,12 @@ pub(crate) enum Outcome {
 }
 
 impl Handshaking {
-    pub(crate) fn new(stream: TcpStream, role: Role, address: SocketAddr, machine: Machine) -> Self {
+    pub(crate) fn new(stream: Stream, role: Role, name: String, machine: Machine) -> Self {
         let is_connecting = matches!(machine, Machine::Dialler(_));
         Self {
             stream,
             role,
-            address,
+            name,
             machine,
             input: Vec::new(),
             output: Vec::new(),
@@ -124,7 +135,7 @@ impl Handshaking {
 
     /// The handshake is over its deadline.
     pub(crate) fn late(&self) -> TransportError {
-        let (peer, step) = (self.address.to_string(), self.awaits());
+        let (peer, step) = (self.name.clone(), self.awaits());
         if self.is_connecting {
             let source = Arc::new(io::Error::from(io::ErrorKind::TimedOut));
             return TransportError::Io { peer, operation: "connect", source };
@@ -139,10 +150,10 @@ impl Handshaking {
 
     fn try_turn(&mut self) -> Result<Option<Outcome>, TransportError> {
         if self.is_connecting {
-            match self.stream.take_error() {
-                Ok(None) if self.stream.peer_addr().is_ok() => self.is_connecting = false,
-                Ok(None) => return Ok(None),
-                Ok(Some(error)) | Err(error) => return Err(self.broken("connect", error)),
+            match self.stream.is_connected() {
+                Ok(true) => self.is_connecting = false,
+                Ok(false) => return Ok(None),
+                Err(error) => return Err(self.broken("connect", error)),
             }
         }
         loop {
@@ -162,7 +173,7 @@ impl Handshaking {
                 return Ok(None);
             }
             let input = std::mem::take(&mut self.input);
-            let peer = self.address.to_string();
+            let peer = self.name.clone();
             match &mut self.machine {
                 Machine::Dialler(dialler) => match dialler.feed(&input) {
                     Ok(Step::More) => {}
@@ -218,7 +229,7 @@ impl Handshaking {
             match result {
                 Ok(0) => {
                     let error = HandshakeError::HungUp { step: self.awaits() };
-                    return Err(refused(&self.address.to_string(), &error));
+                    return Err(refused(&self.name, &error));
                 }
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
@@ -226,7 +237,7 @@ impl Handshaking {
                 // A listener that holds another key closes with our proof unread; that is a reset here.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
                     let error = HandshakeError::HungUp { step: self.awaits() };
-                    return Err(refused(&self.address.to_string(), &error));
+                    return Err(refused(&self.name, &error));
                 }
                 Err(error) => return Err(self.broken("read a handshake", error)),
             }
@@ -235,7 +246,7 @@ impl Handshaking {
     }
 
     fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
-        TransportError::Io { peer: self.address.to_string(), operation, source: Arc::new(source) }
+        TransportError::Io { peer: self.name.clone(), operation, source: Arc::new(source) }
     }
 }
 

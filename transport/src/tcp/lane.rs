@@ -1,20 +1,22 @@
 //! One data lane: frames out, frames in, on one connection. Never waits.
 //!
-//! Out: `Empty -> Words | Frame -> Empty`. In: `Header -> Table -> Payload | Sink -> Header`.
+//! Out: `Empty -> Words | Frame -> Empty`. In: `Header -> Table -> Payload | Copy | Sink -> Header`. A frame that lends its payload is
+//! sent as its head alone; its receiver copies the payload in pieces (`Copy`).
 
 use std::io;
-use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use kvferry_protocol::wire::{FrameHeader, FrameKind, Refusal, WireError};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Loan, MAX_MAPPED_BYTES, Refusal, Share, WireError};
 
 use super::session::Session;
-use crate::core::{Core, Counters, FrameCut, Inbound};
+use super::stream::Stream;
+use crate::core::{Core, Counters, FrameCut, Inbound, Planted};
 use crate::error::TransportError;
 use crate::ffi;
 use crate::raw::{RawRun, advance};
+use crate::share::Borrowed;
 
 /// How many system calls one direction of a lane makes before the thread looks at its other lanes.
 const TURN_CALLS: usize = 16;
@@ -22,6 +24,8 @@ const TURN_CALLS: usize = 16;
 const RETRY_BYTES: usize = 32 << 10;
 /// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
 const SCRAP_BYTES: usize = 64 << 10;
+/// How much is copied out of the peer's memory at a time; a revoke waits for no more.
+const COPY_BYTES: usize = 256 << 10;
 /// Acknowledgements that wait before the lane stops reading.
 const MAX_WORDS_BYTES: usize = 256 << 10;
 
@@ -29,7 +33,11 @@ static ZEROES: [u8; SCRAP_BYTES] = [0; SCRAP_BYTES];
 
 pub(crate) struct Lane {
     pub(crate) session: Arc<Session>,
-    stream: Arc<TcpStream>,
+    stream: Arc<Stream>,
+    /// Whether it is the one that tells the peer which memory is shared.
+    tells: bool,
+    /// A descriptor that came with the header that was read last.
+    file: Option<OwnedFd>,
     /// Acknowledgements and refusals to send.
     words: Vec<u8>,
     outgoing: Outgoing,
@@ -61,7 +69,7 @@ pub(crate) struct Wants {
 
 enum Outgoing {
     Empty,
-    Words { bytes: Vec<u8>, sent: usize },
+    Words { bytes: Vec<u8>, sent: usize, file: Option<Arc<OwnedFd>> },
     Frame(Box<FrameOut>),
 }
 
@@ -71,12 +79,15 @@ struct FrameOut {
     next: usize,
     sent: u64,
     total: u64,
+    /// Lent payload that the link's rate has not let go yet.
+    owed: u64,
 }
 
 enum Incoming {
     Header { bytes: [u8; FrameHeader::BYTES], got: usize },
     Table { header: FrameHeader, table: Vec<u8>, got: usize },
     Payload { header: FrameHeader, inbound: Box<Inbound> },
+    Copy { header: FrameHeader, inbound: Box<Inbound>, borrowed: Box<Borrowed> },
     Sink { left: u64 },
 }
 
@@ -88,6 +99,8 @@ enum Turn {
     Moved,
     /// The socket has no more, or takes no more.
     Blocked,
+    /// The receiver has to say something first, on the control lane.
+    Held,
     Nothing,
 }
 
@@ -108,11 +121,14 @@ impl Call {
 }
 
 impl Lane {
-    pub(crate) fn new(session: Arc<Session>, stream: Arc<TcpStream>) -> Self {
+    pub(crate) fn new(session: Arc<Session>, stream: Arc<Stream>, tells: bool) -> Self {
         let wants = Wants { read: true, ..Wants::default() };
+        let session_shares = session.sharing.is_some();
         Self {
             session,
             stream,
+            tells: tells && session_shares,
+            file: None,
             words: Vec::new(),
             outgoing: Outgoing::Empty,
             incoming: NO_HEADER,
@@ -122,7 +138,7 @@ impl Lane {
         }
     }
 
-    pub(crate) fn stream(&self) -> &TcpStream {
+    pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
@@ -144,7 +160,7 @@ impl Lane {
                     self.wants.again = true;
                     break;
                 }
-                Turn::Blocked | Turn::Nothing => {
+                Turn::Blocked | Turn::Held | Turn::Nothing => {
                     self.wants.read = true;
                     break;
                 }
@@ -163,7 +179,8 @@ impl Lane {
                     self.wants.write = self.wants.at.is_none();
                     break;
                 }
-                Turn::Nothing => break,
+                // Woken by a new post, or by the receiver's word.
+                Turn::Held | Turn::Nothing => break,
             }
         }
         Ok(())
@@ -172,8 +189,12 @@ impl Lane {
     fn send(&mut self, core: &Core, frame_bytes: u64) -> Result<Turn, TransportError> {
         if matches!(self.outgoing, Outgoing::Empty) {
             if !self.words.is_empty() {
-                self.outgoing = Outgoing::Words { bytes: std::mem::take(&mut self.words), sent: 0 };
-            } else if let Some(cut) = self.session.outbox.next_frame(frame_bytes, self.session.version) {
+                self.outgoing = Outgoing::Words { bytes: std::mem::take(&mut self.words), sent: 0, file: None };
+            } else if let Some(share) = self.next_share(core) {
+                self.outgoing = share;
+            } else if let Some(cut) =
+                self.session.outbox.next_frame(frame_bytes, self.session.version, self.session.lender())
+            {
                 self.outgoing = Outgoing::Frame(Box::new(FrameOut::new(cut)));
             } else {
                 return Ok(Turn::Nothing);
@@ -182,9 +203,13 @@ impl Lane {
         let fd = self.stream.as_fd();
         let call = match &mut self.outgoing {
             Outgoing::Empty => return Ok(Turn::Nothing),
-            Outgoing::Words { bytes, sent } => {
+            Outgoing::Words { bytes, sent, file } => {
                 let asked = bytes.len() - *sent;
-                let call = Call::new(ffi::send_runs(fd, &[RawRun::of(&bytes[*sent..])]), asked);
+                let result = match file {
+                    Some(file) if *sent == 0 => ffi::send_with_file(fd, bytes, file.as_fd()),
+                    _ => ffi::send_runs(fd, &[RawRun::of(&bytes[*sent..])]),
+                };
+                let call = Call::new(result, asked);
                 *sent += call.bytes();
                 if call.bytes() == asked {
                     self.outgoing = Outgoing::Empty;
@@ -192,6 +217,13 @@ impl Lane {
                 call
             }
             Outgoing::Frame(frame) => {
+                if let Err(at) = frame.pay(&self.session) {
+                    self.wants.at = Some(at);
+                    return Ok(Turn::Blocked);
+                }
+                if frame.is_held() && !core.bug.is(Planted::FillerAtOnce) {
+                    return Ok(Turn::Held);
+                }
                 let left = frame.total - frame.sent;
                 let allowed = match allow(&self.session, left) {
                     Ok(allowed) => allowed,
@@ -210,6 +242,10 @@ impl Lane {
                 refund(&self.session, allowed - sent);
                 Counters::add(&core.counters.sent_bytes, frame.count_payload(sent));
                 if frame.sent == frame.total {
+                    if frame.cut.is_lent {
+                        Counters::add(&core.counters.sent_bytes, frame.cut.payload_bytes);
+                        Counters::add(&core.counters.lent_bytes, frame.cut.payload_bytes);
+                    }
                     self.outgoing = Outgoing::Empty;
                 }
                 call
@@ -223,7 +259,11 @@ impl Lane {
         let call = match &mut self.incoming {
             Incoming::Header { bytes, got } => {
                 let asked = FrameHeader::BYTES - *got;
-                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut bytes[*got..])]), asked);
+                let received = match self.session.sharing {
+                    Some(_) => ffi::receive_with_file(fd, &mut bytes[*got..], &mut self.file),
+                    None => ffi::receive_runs(fd, &[RawRun::of_mut(&mut bytes[*got..])]),
+                };
+                let call = Call::new(received, asked);
                 *got += call.bytes();
                 if *got == FrameHeader::BYTES {
                     let header = FrameHeader::decode(bytes, self.session.version).map_err(|e| self.torn(&e))?;
@@ -237,7 +277,7 @@ impl Lane {
                 *got += call.bytes();
                 if *got == table.len() {
                     let (header, table) = (*header, std::mem::take(table));
-                    self.admit(core, &header, &table)?;
+                    self.take_table(core, &header, &table)?;
                 }
                 call
             }
@@ -261,6 +301,7 @@ impl Lane {
                     }
                 }
             }
+            Incoming::Copy { .. } => return self.copy(core),
             Incoming::Sink { left } => {
                 let asked = sink.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
                 let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut sink[..asked])]), asked);
@@ -280,12 +321,21 @@ impl Lane {
     }
 
     fn begin(&mut self, core: &Core, header: FrameHeader) -> Result<(), TransportError> {
+        if header.kind != FrameKind::Share {
+            self.file = None;
+        }
         match header.kind {
-            FrameKind::Data => {
+            FrameKind::Data | FrameKind::Lend | FrameKind::Share => {
                 let table = vec![0; header.table_bytes as usize];
                 self.incoming = Incoming::Table { header, table, got: 0 };
                 return Ok(());
             }
+            FrameKind::Mapped if header.table_bytes > 0 => {
+                let table = vec![0; header.table_bytes as usize];
+                self.incoming = Incoming::Table { header, table, got: 0 };
+                return Ok(());
+            }
+            FrameKind::Mapped => self.mapped(core, &header, None),
             FrameKind::Ack | FrameKind::Refuse => {
                 self.session.verdict(core, header.grant, header.sequence, header.refusal);
             }
@@ -295,18 +345,133 @@ impl Lane {
         Ok(())
     }
 
-    fn admit(&mut self, core: &Core, header: &FrameHeader, table: &[u8]) -> Result<(), TransportError> {
+    fn take_table(&mut self, core: &Core, header: &FrameHeader, table: &[u8]) -> Result<(), TransportError> {
         header.check_table(table).map_err(|e| self.torn(&e))?;
+        match header.kind {
+            FrameKind::Share => {
+                self.incoming = NO_HEADER;
+                self.take_share(table)
+            }
+            FrameKind::Mapped => {
+                self.incoming = NO_HEADER;
+                self.mapped(core, header, Some(table));
+                Ok(())
+            }
+            FrameKind::Lend => {
+                let (loan, rest) = Loan::take(table, header.payload_bytes).map_err(|e| self.torn(&e))?;
+                self.admit(core, header, rest, Some(&loan))
+            }
+            _ => self.admit(core, header, table, None),
+        }
+    }
+
+    fn admit(
+        &mut self,
+        core: &Core,
+        header: &FrameHeader,
+        table: &[u8],
+        loan: Option<&Loan>,
+    ) -> Result<(), TransportError> {
+        let borrowed = match loan {
+            None => None,
+            Some(loan) => {
+                let borrowed = self.session.sharing.as_ref().and_then(|sharing| sharing.borrower.borrow(loan));
+                Some(borrowed.ok_or_else(|| self.wrong("it lends what it never shared".to_owned()))?)
+            }
+        };
+        let follows = if loan.is_some() { 0 } else { u64::from(header.payload_bytes) };
         let scratch = std::mem::take(&mut self.scratch);
-        match Inbound::admit(core, self.session.key, header, table, scratch).map_err(|e| self.torn(&e))? {
-            Ok(inbound) => self.incoming = Incoming::Payload { header: *header, inbound: Box::new(inbound) },
-            Err(refusal) => self.refuse(core, header, refusal, header.payload_bytes.into()),
+        let admitted = Inbound::admit(core, self.session.key, header, table, scratch).map_err(|e| self.torn(&e))?;
+        match (admitted, borrowed) {
+            (Ok(inbound), None) => self.incoming = Incoming::Payload { header: *header, inbound: Box::new(inbound) },
+            (Ok(inbound), Some(borrowed)) => {
+                let (inbound, borrowed) = (Box::new(inbound), Box::new(borrowed));
+                self.incoming = Incoming::Copy { header: *header, inbound, borrowed };
+            }
+            (Err(refusal), _) => self.refuse(core, header, refusal, follows),
         }
         Ok(())
     }
 
+    /// Copies a piece of lent payload into the granted pages.
+    fn copy(&mut self, core: &Core) -> Result<Turn, TransportError> {
+        let Incoming::Copy { header, inbound, borrowed } = &mut self.incoming else { return Ok(Turn::Nothing) };
+        let placed = inbound.place(|runs| {
+            let copied = borrowed.copy(runs, COPY_BYTES);
+            (*copied.as_ref().unwrap_or(&0), copied)
+        });
+        let header = *header;
+        match placed {
+            Err(refusal) => self.refuse(core, &header, refusal, 0),
+            // What a process shares may go away while it lives: it says so, and what was there does not count.
+            Ok(Err(error)) => return Err(self.broken("copy out of the peer's memory", error)),
+            Ok(Ok(_)) => {
+                self.session.note_moved(Instant::now());
+                let is_over = inbound.left() == 0;
+                if is_over && !borrowed.is_live() {
+                    let refusal = inbound.refuse(Refusal::Cancelled);
+                    self.refuse(core, &header, refusal, 0);
+                } else if is_over {
+                    self.land(core, &header);
+                }
+            }
+        }
+        Ok(Turn::Moved)
+    }
+
+    /// What is to be told to the peer of the memory that it may read.
+    fn next_share(&mut self, core: &Core) -> Option<Outgoing> {
+        let sharing = self.session.sharing.as_ref().filter(|_| self.tells)?;
+        let (share, file) = sharing.lender.next_share(&core.regions)?;
+        let table = share.encode();
+        let header = FrameHeader { sequence: share.region, ..FrameHeader::with_body(FrameKind::Share, &table) };
+        let bytes = [&header.encode(self.session.version)[..], &table].concat();
+        Some(Outgoing::Words { bytes, sent: 0, file })
+    }
+
+    /// The peer shares memory: says whether it can be read.
+    fn take_share(&mut self, table: &[u8]) -> Result<(), TransportError> {
+        let share = Share::decode(table).map_err(|e| self.torn(&e))?;
+        let file = self.file.take();
+        let problem = match &self.session.sharing {
+            Some(sharing) => sharing.borrower.accept(&share, file).err(),
+            None => Some("no memory is shared in this session".to_owned()),
+        };
+        if let Some(problem) = &problem {
+            tracing::warn!(peer = self.session.name, region = share.region, problem, "shared memory cannot be read");
+        }
+        let problem = problem.unwrap_or_default();
+        let body = &problem.as_bytes()[..problem.floor_char_boundary(MAX_MAPPED_BYTES)];
+        let header = FrameHeader { sequence: share.region, ..FrameHeader::with_body(FrameKind::Mapped, body) };
+        self.words.extend_from_slice(&header.encode(self.session.version));
+        self.words.extend_from_slice(body);
+        Ok(())
+    }
+
+    /// The peer's answer to a share.
+    fn mapped(&self, core: &Core, header: &FrameHeader, problem: Option<&[u8]>) {
+        let (peer, region) = (&self.session.name, header.sequence);
+        match (problem, &self.session.sharing) {
+            (None, Some(sharing)) => sharing.lender.mapped(region, &core.regions),
+            (Some(problem), _) => {
+                let problem: String = String::from_utf8_lossy(problem).chars().filter(|c| !c.is_control()).collect();
+                tracing::warn!(
+                    peer,
+                    region,
+                    problem,
+                    "the peer cannot read shared memory; its bytes go over the lanes"
+                );
+            }
+            (None, None) => {}
+        }
+    }
+
     fn land(&mut self, core: &Core, header: &FrameHeader) {
-        let Incoming::Payload { inbound, .. } = std::mem::replace(&mut self.incoming, NO_HEADER) else { return };
+        let (Incoming::Payload { inbound, .. } | Incoming::Copy { inbound, .. }) =
+            std::mem::replace(&mut self.incoming, NO_HEADER)
+        else {
+            return;
+        };
         match inbound.land(core, &self.session.peer) {
             Ok(true) => self.say(FrameKind::Ack, None, header),
             Ok(false) => {}
@@ -362,8 +527,23 @@ impl FrameOut {
         // The head's bytes stay where they are while the vector that holds them is moved.
         runs.push(RawRun::of(&cut.head));
         runs.append(&mut cut.runs);
-        let total = cut.head.len() as u64 + cut.payload_bytes;
-        Self { cut, runs, next: 0, sent: 0, total }
+        let payload_bytes = if cut.is_lent { 0 } else { cut.payload_bytes };
+        let total = cut.head.len() as u64 + payload_bytes;
+        let owed = cut.payload_bytes - payload_bytes;
+        Self { cut, runs, next: 0, sent: 0, total, owed }
+    }
+
+    /// Waits for the link's rate on behalf of payload that is lent.
+    fn pay(&mut self, session: &Session) -> Result<(), Instant> {
+        while self.owed > 0 {
+            self.owed -= allow(session, self.owed)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the post was cancelled in the middle of the frame and the receiver may not know it yet.
+    fn is_held(&self) -> bool {
+        self.sent > 0 && self.cut.post.read_source().is_none() && !self.cut.post.has_verdict()
     }
 
     /// Sends up to `allowed` bytes. `None` if the post ended before the frame began: there is nothing to send then.
@@ -383,7 +563,7 @@ impl FrameOut {
         Some(result)
     }
 
-    /// The post ended in the middle of the frame. The stream has to stay in step, and the receiver was told to forget the write.
+    /// The post ended in the middle of the frame. The stream has to stay in step, and the receiver has forgotten the write.
     fn send_filler(&self, fd: std::os::fd::BorrowedFd<'_>, allowed: u64) -> io::Result<usize> {
         let head = self.cut.head.len() as u64;
         if self.sent < head {

@@ -1,4 +1,5 @@
-//! Bytes over TCP: one listener, and per peer one control lane and some data lanes.
+//! Sessions over TCP: one listener, and per peer one control lane and some data lanes. On one host the data lanes are Unix sockets,
+//! and their payload stays in memory that the receiver reads itself (`share`).
 //!
 //! One *control thread* owns the listener, all handshakes, all control lanes and all timers; sessions begin and end there and
 //! nowhere else. A few *data threads* own the data lanes. All of them wait in poll(2) and make non-blocking calls.
@@ -13,11 +14,13 @@ mod driver;
 mod endpoint;
 mod handshaking;
 mod lane;
+mod path;
 mod pending;
 mod rate;
 mod session;
 mod shake;
 mod socket;
+mod stream;
 mod target;
 mod wake;
 

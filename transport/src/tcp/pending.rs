@@ -1,9 +1,12 @@
 //! A session whose control lane is proved and whose data lanes are still coming.
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use kvferry_protocol::wire::{LaneSecret, PeerIdentity};
+
+use super::path::Choice;
+use super::stream::Stream;
 
 pub(crate) struct Pending {
     /// The listener's number of the session.
@@ -11,11 +14,13 @@ pub(crate) struct Pending {
     /// Which address we dialled; `None` if the peer dialled us.
     pub(crate) dialled: Option<SocketAddr>,
     /// `None` until the verdict was sent.
-    pub(crate) control: Option<TcpStream>,
+    pub(crate) control: Option<Stream>,
     pub(crate) identity: PeerIdentity,
     pub(crate) version: u16,
     pub(crate) secret: LaneSecret,
-    pub(crate) lanes: Vec<Option<TcpStream>>,
+    pub(crate) lanes: Vec<Option<Stream>>,
+    /// How payload goes, and why not otherwise.
+    pub(crate) choice: Choice,
     pub(crate) deadline: Instant,
 }
 
@@ -26,7 +31,7 @@ impl Pending {
     }
 
     /// Binds a lane; returns whether that was the last one.
-    pub(crate) fn bind(&mut self, lane: u16, stream: TcpStream) -> bool {
+    pub(crate) fn bind(&mut self, lane: u16, stream: Stream) -> bool {
         if let Some(place) = self.lanes.get_mut(usize::from(lane)) {
             place.get_or_insert(stream);
         }

@@ -3,7 +3,7 @@
 //! Lock order: the control queue and the sockets are leaves; the outbox is the core's. Ended by the control thread alone.
 
 use std::collections::VecDeque;
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,9 +12,11 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::{FrameHeader, Refusal};
 
 use super::rate::TokenBucket;
+use super::stream::Stream;
 use crate::api::GrantKey;
 use crate::core::{Core, Outbox, SessionKey};
 use crate::error::TransportError;
+use crate::share::{Lender, Sharing};
 
 /// How many refused writes are remembered, so that each is counted and answered once.
 const MAX_REFUSED: usize = 256;
@@ -27,10 +29,12 @@ pub(crate) struct Session {
     pub(crate) version: u16,
     /// Which address this side dialled.
     pub(crate) address: Option<SocketAddr>,
+    /// Memory that the two read in each other, if they do.
+    pub(crate) sharing: Option<Sharing>,
     pub(crate) outbox: Outbox,
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
-    sockets: Mutex<Vec<Arc<TcpStream>>>,
+    sockets: Mutex<Vec<Arc<Stream>>>,
     refused: Mutex<VecDeque<(u128, u32)>>,
     is_over: AtomicBool,
     born: Instant,
@@ -52,7 +56,8 @@ pub(crate) struct SessionSetup {
     pub(crate) address: Option<SocketAddr>,
     pub(crate) max_posts: usize,
     pub(crate) link_bytes_per_second: Option<f64>,
-    pub(crate) sockets: Vec<Arc<TcpStream>>,
+    pub(crate) sharing: Option<Sharing>,
+    pub(crate) sockets: Vec<Arc<Stream>>,
 }
 
 impl Session {
@@ -63,6 +68,7 @@ impl Session {
             peer: setup.peer,
             version: setup.version,
             address: setup.address,
+            sharing: setup.sharing,
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
             control: Mutex::default(),
@@ -72,6 +78,11 @@ impl Session {
             born: now,
             moved_ms: AtomicU64::new(0),
         }
+    }
+
+    /// Lets the peer read payload where it lies, if that was agreed.
+    pub(crate) fn lender(&self) -> Option<&Lender> {
+        self.sharing.as_ref().map(|sharing| &sharing.lender)
     }
 
     pub(crate) fn is_over(&self) -> bool {

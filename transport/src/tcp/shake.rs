@@ -10,6 +10,8 @@ use super::driver::Driver;
 use super::handshaking::{Decided, Handshaking, Outcome, Role};
 use super::pending::Pending;
 use super::socket;
+use super::stream::Stream;
+use crate::api::PathKind;
 use crate::core::{Counters, random};
 use crate::error::TransportError;
 
@@ -30,7 +32,9 @@ impl Driver<'_> {
             }
             Some(Outcome::Needless) => {
                 let handshake = self.handshaking.swap_remove(index);
-                self.wait_with(handshake.address);
+                if let Some(to) = handshake.role.to() {
+                    self.wait_with(to);
+                }
             }
             Some(Outcome::Judged) => {
                 let handshake = self.handshaking.swap_remove(index);
@@ -47,9 +51,9 @@ impl Driver<'_> {
         match handshake.role {
             Role::Accepted => {
                 Counters::add(&self.shared.core.counters.refused_peers, 1);
-                tracing::warn!(peer = %handshake.address, %reason, "a peer was refused");
+                tracing::warn!(peer = handshake.name, %reason, "a peer was refused");
             }
-            Role::Control | Role::Lane { .. } => self.missed(handshake.address, None, reason),
+            Role::Control { to } | Role::Lane { to, .. } => self.missed(to, None, reason),
         }
     }
 
@@ -90,6 +94,7 @@ impl Driver<'_> {
             version,
             secret,
             lanes: (0..identity.lanes).map(|_| None).collect(),
+            choice: self.shared.local.choose(version, &identity.offers),
             deadline: Instant::now() + self.shared.config.handshake,
             identity,
         };
@@ -102,7 +107,8 @@ impl Driver<'_> {
         let pending = self.pending.iter_mut().find(of_session).ok_or(Declined::UnknownSession)?;
         let listener = self.handshaking[index].listener();
         let is_bound = listener.is_some_and(|listener| listener.binds(lane, &pending.secret));
-        if !is_bound || !pending.awaits(lane.lane) {
+        let is_unfit = !self.handshaking[index].stream.is_unix() && !self.shared.local.allows(PathKind::Tcp);
+        if !is_bound || is_unfit || !pending.awaits(lane.lane) {
             return Err(Declined::UnknownSession);
         }
         Ok((Verdict::Lane, Decided::Lane { session: lane.session, lane: lane.lane }))
@@ -120,14 +126,13 @@ impl Driver<'_> {
                 let _ = socket::size_accepted(&handshake.stream, self.shared.config.socket_buffer_bytes);
                 self.bind(None, session, lane, handshake.stream);
             }
-            Some(Decided::Declined) | None => tracing::debug!(peer = %handshake.address, "declined"),
+            Some(Decided::Declined) | None => tracing::debug!(peer = handshake.name, "declined"),
         }
     }
 
     fn dialled(&mut self, handshake: Handshaking, established: Established) {
-        let address = handshake.address;
         match (handshake.role, established.verdict) {
-            (Role::Control, Verdict::Peer(identity)) => {
+            (Role::Control { to: address }, Verdict::Peer(identity)) => {
                 let peer = identity.peer.clone();
                 if self.is_needless(&peer) {
                     return self.wait_with(address);
@@ -137,6 +142,7 @@ impl Driver<'_> {
                     number,
                     dialled: Some(address),
                     control: Some(handshake.stream),
+                    choice: self.shared.local.choose(established.version, &identity.offers),
                     identity,
                     version: established.version,
                     secret: established.lane_secret,
@@ -152,18 +158,21 @@ impl Driver<'_> {
                     .map_err(|problem| TransportError::Protocol { peer: peer.to_string(), problem: problem.to_owned() })
                     .and_then(|lanes| {
                         pending.lanes = (0..lanes).map(|_| None).collect();
-                        let secret = pending.secret.clone();
+                        self.dial_lanes(address, &mut pending)?;
                         self.pending.push(pending);
-                        self.dial_lanes(address, number, lanes, &secret)
+                        Ok(())
                     });
                 if let Err(reason) = outcome {
                     self.missed(address, Some(peer), reason);
                 }
             }
-            (Role::Lane { session, lane }, Verdict::Lane) => self.bind(Some(address), session, lane, handshake.stream),
+            (Role::Lane { to, session, lane }, Verdict::Lane) => self.bind(Some(to), session, lane, handshake.stream),
             (role, _) => {
                 let problem = format!("its verdict does not fit {role:?}");
-                self.missed(address, None, TransportError::Protocol { peer: address.to_string(), problem });
+                let reason = TransportError::Protocol { peer: handshake.name, problem };
+                if let Some(to) = role.to() {
+                    self.missed(to, None, reason);
+                }
             }
         }
     }
@@ -192,7 +201,7 @@ impl Driver<'_> {
         }
     }
 
-    fn bind(&mut self, dialled: Option<SocketAddr>, number: u64, lane: u16, stream: std::net::TcpStream) {
+    fn bind(&mut self, dialled: Option<SocketAddr>, number: u64, lane: u16, stream: Stream) {
         let of_session = |pending: &Pending| pending.number == number && pending.dialled == dialled;
         let Some(at) = self.pending.iter().position(of_session) else { return };
         if self.pending[at].bind(lane, stream) {

@@ -312,6 +312,39 @@ pub fn cancel_ends_each_post_once(make: &Make<'_>) {
     a.wait_posted(post).expect("the session goes on");
 }
 
+/// A source may change as soon as its post was cancelled: a write lands as it was posted, or not at all.
+pub fn what_lands_is_what_was_posted(make: &Make<'_>) {
+    const POSTS: u32 = 8;
+    const POSTED: u8 = 0x51;
+    const LATER: u8 = 0x15;
+    let (mut a, mut b) = Node::pair(make, 8 * MIB);
+    for round in 0..12 {
+        a.memory.fill(0, 8 * MIB, POSTED);
+        b.memory.fill(0, 8 * MIB, 0);
+        let grant = b.grant(&a.peer, 0, 8 * MIB as u64);
+        let at = |sequence: u32| u64::from(sequence) * MIB as u64;
+        let post = |sequence| a.post(&b.peer, grant, sequence, at(sequence), at(sequence), MIB as u64);
+        let posts: Vec<_> = (0..POSTS).map(post).collect();
+        let mut landed = Vec::new();
+        for _ in 0..round % 3 {
+            landed.push(b.wait_landed(grant).0);
+        }
+        a.transport.cancel(&b.peer, grant);
+        a.memory.fill(0, 8 * MIB, LATER);
+        let ended: Vec<_> = posts.into_iter().map(|post| a.wait_posted(post).is_ok()).collect();
+        b.transport.revoke(grant);
+        landed.extend(b.drain().into_iter().filter_map(|event| match event {
+            Event::Landed { sequence, .. } => Some(sequence),
+            _ => None,
+        }));
+        assert_eq!(landed.len(), ended.iter().filter(|landed| **landed).count());
+        for sequence in landed {
+            assert!(ended[sequence as usize], "write {sequence} landed and its post was cancelled");
+            assert!(b.memory.is_all(at(sequence) as usize, MIB, POSTED), "write {sequence} landed with later bytes");
+        }
+    }
+}
+
 /// A slab's last owner is the caller again after the completion.
 pub fn a_packed_source_is_let_go_with_its_post(make: &Make<'_>) {
     #[derive(Debug)]

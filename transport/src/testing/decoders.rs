@@ -1,19 +1,22 @@
 //! Every way in for a peer's bytes, as functions of those bytes: what the fuzz targets run, and the tests that replay their
 //! corpora. Each panics if a decoder takes what it should not; none should for any input.
 
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Loop, Pages, Piece};
 use kvferry_protocol::wire::{
-    Challenge, ClusterKey, Dialler, FrameHeader, Hello, Identity, Introduction, Listener, PeerIdentity, Step, VERSIONS,
-    Verdict, check_extents, decode_table,
+    Challenge, ClusterKey, Dialler, FrameHeader, FrameKind, Hello, Identity, Introduction, Listener, Loan,
+    PeerIdentity, Share, Step, VERSIONS, Verdict, check_extents, decode_table,
 };
 
 use super::arena::Arena;
 use super::node::peer;
 use crate::core::{Bug, Core, Inbound};
 use crate::raw::{self, RawRun};
+use crate::share::Sharing;
 
 /// A decoder and its name, which is that of its fuzz target and of its corpus.
 pub type Decoder = (&'static str, fn(&[u8]));
@@ -26,6 +29,7 @@ pub const DECODERS: &[Decoder] = &[
     ("dialler", dialler),
     ("frame", frame),
     ("inbound", inbound),
+    ("lending", lending),
 ];
 
 /// The two messages that come before any proof.
@@ -43,8 +47,10 @@ pub fn hello(bytes: &[u8]) {
 
 /// What a proved peer says of itself, and what it is answered.
 pub fn identity(bytes: &[u8]) {
-    let _ = Identity::decode(bytes);
-    let _ = Verdict::decode(bytes);
+    for version in VERSIONS.min..=VERSIONS.max {
+        let _ = Identity::decode(bytes, version);
+        let _ = Verdict::decode(bytes, version);
+    }
 }
 
 /// A whole conversation with a listener.
@@ -71,7 +77,8 @@ pub fn listener(bytes: &[u8]) {
 /// # Panics
 /// If somebody without the key gets past the proof.
 pub fn dialler(bytes: &[u8]) {
-    let identity = PeerIdentity { peer: peer("fuzz", 1), lanes: 1, session: 0, greeting: Vec::new() };
+    let (greeting, offers) = (Vec::new(), Vec::new());
+    let identity = PeerIdentity { peer: peer("fuzz", 1), lanes: 1, session: 0, greeting, offers };
     let mut dialler = Dialler::new(key(), VERSIONS, Introduction::Peer(identity), [1; 32], Instant::now());
     let mut rest = bytes;
     while let (wants @ 1.., true) = (dialler.wants(), rest.len() >= dialler.wants()) {
@@ -149,6 +156,39 @@ pub fn inbound(bytes: &[u8]) {
     core.grants.close_session(session);
 }
 
+/// What a peer shares, and what it lends of a region of 4096 bytes that it shared.
+///
+/// # Panics
+/// If a share encodes to other bytes, or a loan is not as long as its frame announces.
+pub fn lending(bytes: &[u8]) {
+    const REGION_BYTES: usize = 4096;
+    let Some((header, table)) = checked(bytes, VERSIONS.max) else { return };
+    if let Ok(share) = Share::decode(&table) {
+        assert_eq!(share.encode(), table);
+    }
+    let Ok((loan, rest)) = Loan::take(&table, header.payload_bytes) else { return };
+    let _ = decode_table(&header, rest);
+    let arena = Arena::new(REGION_BYTES, 0);
+    let core = Core::new(4, 64, Bug::default());
+    core.register(arena.memory()).expect("a region");
+    let (near, _far) = UnixStream::pair().expect("a pair of sockets");
+    let sharing = Sharing::new(true, false, near.as_fd(), 4).expect("a board");
+    while let Some((share, file)) = sharing.lender.next_share(&core.regions) {
+        let file = file.map(|file| file.try_clone().expect("a descriptor"));
+        sharing.borrower.accept(&share, file).expect("it is our own");
+    }
+    let Some(mut borrowed) = sharing.borrower.borrow(&loan) else { return };
+    let mut sink = vec![0xff; REGION_BYTES];
+    let mut copied = 0;
+    while copied < header.payload_bytes as usize {
+        let step = borrowed.copy(&[RawRun::of_mut(&mut sink)], 1000).expect("the region is mapped");
+        assert!(step > 0, "it stands still");
+        copied += step;
+    }
+    assert_eq!(copied, header.payload_bytes as usize);
+    assert!(!borrowed.is_live(), "no post was lent");
+}
+
 /// A header and table whose checksums were put right.
 fn checked(bytes: &[u8], version: u16) -> Option<(FrameHeader, Vec<u8>)> {
     let (header, table) = bytes.split_first_chunk::<{ FrameHeader::BYTES }>()?;
@@ -161,7 +201,7 @@ fn checked(bytes: &[u8], version: u16) -> Option<(FrameHeader, Vec<u8>)> {
 }
 
 fn crc32(bytes: &[u8]) -> u32 {
-    FrameHeader::with_body(kvferry_protocol::wire::FrameKind::Message, bytes).table_checksum
+    FrameHeader::with_body(FrameKind::Message, bytes).table_checksum
 }
 
 fn key() -> ClusterKey {

@@ -33,6 +33,7 @@ macro_rules! contract_tests {
             what_may_not_be_written_is_refused_and_the_session_goes_on,
             a_write_that_makes_no_sense_is_handed_back,
             cancel_ends_each_post_once,
+            what_lands_is_what_was_posted,
             a_packed_source_is_let_go_with_its_post,
             messages_come_in_order_beside_payload,
             what_is_too_long_is_refused_in_writing,

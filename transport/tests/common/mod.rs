@@ -13,7 +13,7 @@ use kvferry_protocol::wire::{
     Step, VERSIONS, Verdict, VersionRange, encode_table,
 };
 use kvferry_transport::testing::{Node, PATIENCE, peer};
-use kvferry_transport::{PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
 
 pub(crate) const KEY: [u8; 32] = [7; 32];
 pub(crate) const VERSION: u16 = VERSIONS.max;
@@ -23,7 +23,8 @@ pub(crate) fn key() -> ClusterKey {
 }
 
 pub(crate) fn config() -> TcpConfigFile {
-    TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, ..TcpConfigFile::default() }
+    let paths = vec![PathKind::Tcp];
+    TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, paths, ..TcpConfigFile::default() }
 }
 
 pub(crate) fn node(name: &str, file: TcpConfigFile, bytes: usize) -> Node {
@@ -60,7 +61,10 @@ pub(crate) fn stream_to(address: SocketAddr) -> TcpStream {
 }
 
 /// Shakes hands as a dialler; `None` if the other side hung up.
-pub(crate) fn shake(stream: &mut TcpStream, mut dialler: Dialler) -> Option<Result<Established, HandshakeError>> {
+pub(crate) fn shake<S: Read + Write>(
+    stream: &mut S,
+    mut dialler: Dialler,
+) -> Option<Result<Established, HandshakeError>> {
     loop {
         if let Some(output) = dialler.poll_output() {
             stream.write_all(&output).ok()?;
@@ -80,7 +84,7 @@ pub(crate) fn dialler(introduction: Introduction, versions: VersionRange) -> Dia
 }
 
 pub(crate) fn identity(name: &str) -> PeerIdentity {
-    PeerIdentity { peer: peer(name, 1), lanes: 1, session: 0, greeting: b"by hand".to_vec() }
+    PeerIdentity { peer: peer(name, 1), lanes: 1, session: 0, greeting: b"by hand".to_vec(), offers: Vec::new() }
 }
 
 impl RawPeer {

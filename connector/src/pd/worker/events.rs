@@ -14,7 +14,8 @@ use crate::trace::{Kind, Span};
 impl Driver {
     pub(super) fn event(&mut self, event: Event) {
         match event {
-            Event::Up { peer, session, address, version, greeting } => {
+            Event::Up { peer, session, address, version, greeting, path } => {
+                tracing::info!(%peer, path = %path.kind, not = ?path.not, "payload's way");
                 self.up(peer, (session, version), address, &greeting)
             }
             Event::Down { peer, address, reason } => self.down(peer.as_ref(), address, &reason),

@@ -131,7 +131,8 @@ impl Driver {
             (None, _) => return self.posted(write, PostOutcome::Lost),
         };
         let (blocks, returns) = (entry.blocks.clone(), entry.returns);
-        let threshold = self.posting.packed_run_bytes.unwrap_or(self.transport.capabilities().direct_run_bytes);
+        let direct = || self.transport.direct_run_bytes(&peer);
+        let threshold = self.posting.packed_run_bytes.unwrap_or_else(direct);
         let pack = plan.run_bytes_min() < threshold;
         let bytes = plan.bytes();
         self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });

@@ -3,6 +3,7 @@
 use crate::wire::error::WireError;
 use crate::wire::hello::MAGIC;
 use crate::wire::identity::Reader;
+use crate::wire::lend::{Loan, MAX_LENT_RUNS, MAX_MAPPED_BYTES, Share};
 use crate::wire::table::MAX_NOTIFICATION_BYTES;
 
 /// The longest control message, in bytes: as long as the codec makes them.
@@ -16,6 +17,9 @@ pub const MAX_TABLE_BYTES: usize = (64 << 10) + MAX_NOTIFICATION_BYTES;
 
 /// The longest payload of a frame, in bytes.
 pub const MAX_PAYLOAD_BYTES: usize = 4 << 20;
+
+/// The first version that has the frames of [`lend`](crate::wire::Loan).
+const LENDING_SINCE: u16 = 3;
 
 /// What a frame is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,6 +40,12 @@ pub enum FrameKind {
     Pong,
     /// The session ends; the table is the reason, in UTF-8.
     Goodbye,
+    /// The sender shares memory; the table is a [`Share`](crate::wire::Share). On Unix lanes, since version 3, as the next two.
+    Share,
+    /// An answer to a share of region `sequence`: it can be read, or the table says why not, in UTF-8.
+    Mapped,
+    /// A part of a write whose payload stays where it is: table of a [`Loan`](crate::wire::Loan), extents and notification.
+    Lend,
 }
 
 /// Why a receiver refuses a write.
@@ -213,7 +223,7 @@ impl FrameHeader {
         if found != version {
             return Err(WireError::Value { what: "the version of a frame", found: found.into() });
         }
-        let (kind, refusal) = (decode_kind(r.u8()?)?, r.u8()?);
+        let (kind, refusal) = (decode_kind(r.u8()?, version)?, r.u8()?);
         let header = Self {
             kind,
             refusal: decode_refusal(kind, refusal)?,
@@ -250,6 +260,9 @@ impl FrameHeader {
             FrameKind::Data => (MAX_TABLE_BYTES, MAX_PAYLOAD_BYTES),
             FrameKind::Message => (MAX_MESSAGE_BYTES, 0),
             FrameKind::Goodbye => (MAX_GOODBYE_BYTES, 0),
+            FrameKind::Share => (Share::BYTES, 0),
+            FrameKind::Mapped => (MAX_MAPPED_BYTES, 0),
+            FrameKind::Lend => (MAX_TABLE_BYTES + Loan::table_bytes(MAX_LENT_RUNS), MAX_PAYLOAD_BYTES),
             _ => (0, 0),
         };
         limit("a frame's table", self.table_bytes.into(), table_limit)?;
@@ -257,10 +270,11 @@ impl FrameHeader {
         limit("a notification", self.notification_bytes.into(), MAX_NOTIFICATION_BYTES.min(self.table_bytes as usize))?;
         // An extent takes at least 17 bytes of the table.
         limit("a frame's extents", self.extents.into(), self.table_bytes as usize / 17)?;
-        if self.kind == FrameKind::Data && self.extents == 0 {
+        let has_payload = matches!(self.kind, FrameKind::Data | FrameKind::Lend);
+        if has_payload && self.extents == 0 {
             return Err(WireError::Value { what: "the extents of a data frame", found: 0 });
         }
-        if self.kind == FrameKind::Data && (self.payload_bytes == 0 || self.write_bytes < self.payload_bytes.into()) {
+        if has_payload && (self.payload_bytes == 0 || self.write_bytes < self.payload_bytes.into()) {
             return Err(WireError::Value { what: "the payload of a data frame", found: self.payload_bytes.into() });
         }
         if self.frame != 0 && self.notification_bytes != 0 {
@@ -284,10 +298,13 @@ fn kind_code(kind: FrameKind) -> u8 {
         FrameKind::Ping => 6,
         FrameKind::Pong => 7,
         FrameKind::Goodbye => 8,
+        FrameKind::Share => 9,
+        FrameKind::Mapped => 10,
+        FrameKind::Lend => 11,
     }
 }
 
-fn decode_kind(code: u8) -> Result<FrameKind, WireError> {
+fn decode_kind(code: u8, version: u16) -> Result<FrameKind, WireError> {
     Ok(match code {
         1 => FrameKind::Data,
         2 => FrameKind::Ack,
@@ -297,6 +314,9 @@ fn decode_kind(code: u8) -> Result<FrameKind, WireError> {
         6 => FrameKind::Ping,
         7 => FrameKind::Pong,
         8 => FrameKind::Goodbye,
+        9 if version >= LENDING_SINCE => FrameKind::Share,
+        10 if version >= LENDING_SINCE => FrameKind::Mapped,
+        11 if version >= LENDING_SINCE => FrameKind::Lend,
         found => return Err(WireError::Value { what: "the kind of a frame", found: found.into() }),
     })
 }

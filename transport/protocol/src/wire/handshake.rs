@@ -168,7 +168,7 @@ impl Dialler {
                     }
                     None => return Ok(Step::More), // the introduction is taken here and only here
                 };
-                self.output = Some(sealed(&seal, IDENTITY_SEAL, &identity.encode()));
+                self.output = Some(sealed(&seal, IDENTITY_SEAL, &identity.encode(version)));
                 self.state = DiallerState::VerdictPrefix { version, seal };
                 Ok(Step::More)
             }
@@ -179,7 +179,7 @@ impl Dialler {
             }
             DiallerState::Verdict { version, seal, prefix, .. } => {
                 let body = unseal(&seal, VERDICT_SEAL, step, &prefix, bytes)?;
-                match Verdict::decode(body).map_err(malformed(step))? {
+                match Verdict::decode(body, version).map_err(malformed(step))? {
                     Verdict::Declined(why) => Err(HandshakeError::Declined(why)),
                     verdict => Ok(Step::Said(Established { version, lane_secret: seal.lane_secret(), verdict })),
                 }
@@ -294,7 +294,7 @@ impl Listener {
             }
             ListenerState::Identity { version, lane, seal, prefix, .. } => {
                 let body = unseal(&seal, IDENTITY_SEAL, step, &prefix, bytes)?;
-                let identity = Identity::decode(body).map_err(malformed(step))?;
+                let identity = Identity::decode(body, version).map_err(malformed(step))?;
                 let said = matches!(identity, Identity::Lane(_));
                 if said != (lane == LaneKind::Data) {
                     let what = "an identity that is not of the lane's kind: this one";
@@ -330,8 +330,8 @@ impl Listener {
 
     /// Gives the verdict, which ends the handshake once the output was sent. Does nothing before the identity came.
     pub fn judge(&mut self, verdict: &Verdict) {
-        if let ListenerState::Judge { seal, .. } = std::mem::replace(&mut self.state, ListenerState::Over) {
-            self.output = Some(sealed(&seal, VERDICT_SEAL, &verdict.encode()));
+        if let ListenerState::Judge { version, seal } = std::mem::replace(&mut self.state, ListenerState::Over) {
+            self.output = Some(sealed(&seal, VERDICT_SEAL, &verdict.encode(version)));
         }
     }
 }

@@ -14,7 +14,7 @@ fn identity(name: &str, session: u64) -> PeerIdentity {
         pp_rank: PpRank::new(0),
         tp_rank: TpRank::new(0),
     };
-    PeerIdentity { peer, lanes: 2, session, greeting: b"greeting".to_vec() }
+    PeerIdentity { peer, lanes: 2, session, greeting: b"greeting".to_vec(), offers: Vec::new() }
 }
 
 fn peers(dialler_key: u8, versions: VersionRange) -> (Dialler, Listener) {

@@ -14,7 +14,7 @@ const KIND_CHALLENGE: u8 = 2;
 const NONCE_AT: usize = 16;
 
 /// The protocol versions that this release speaks; [`codec`](crate::codec) says what each has.
-pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 2 };
+pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 3 };
 
 /// Protocol versions, both ends included.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

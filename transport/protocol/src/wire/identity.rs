@@ -5,6 +5,7 @@ use std::fmt;
 use crate::ids::{EngineId, Incarnation, PeerId, PpRank, TpRank};
 use crate::wire::auth::PROOF_BYTES;
 use crate::wire::error::WireError;
+use crate::wire::offer::{MAX_OFFER_BYTES, MAX_OFFERS, Offer, put_offers, take_offers};
 
 /// The longest greeting, in bytes.
 pub const MAX_GREETING_BYTES: usize = 64 << 10;
@@ -13,7 +14,10 @@ pub const MAX_GREETING_BYTES: usize = 64 << 10;
 pub const MAX_LANES: u16 = 16;
 
 /// The longest identity or verdict, in bytes, without prefix and seal.
-pub(crate) const MAX_SEALED_BYTES: usize = MAX_GREETING_BYTES + 256;
+pub(crate) const MAX_SEALED_BYTES: usize = MAX_GREETING_BYTES + 256 + MAX_OFFERS * (MAX_OFFER_BYTES + 3);
+
+/// The first version whose identities end in offers.
+const OFFERS_SINCE: u16 = 3;
 
 const CONTROL: u8 = 1;
 const DATA: u8 = 2;
@@ -38,6 +42,8 @@ pub struct PeerIdentity {
     pub session: u64,
     /// An application's bytes, at most [`MAX_GREETING_BYTES`].
     pub greeting: Vec<u8>,
+    /// How payload may go beside TCP, the best first; said since version 3.
+    pub offers: Vec<Offer>,
 }
 
 /// A data lane, as its dialler introduces it.
@@ -94,12 +100,12 @@ impl fmt::Display for Declined {
 }
 
 impl Identity {
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self, version: u16) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
             Self::Peer(peer) => {
                 out.push(CONTROL);
-                put_peer(&mut out, peer);
+                put_peer(&mut out, peer, version);
             }
             Self::Lane(lane) => {
                 out.push(DATA);
@@ -111,14 +117,14 @@ impl Identity {
         out
     }
 
-    /// Reads an identity whose seal was right.
+    /// Reads an identity whose seal was right, in a handshake of this version.
     ///
     /// # Errors
     /// [`WireError`] if a byte is missing, too many, or without meaning.
-    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+    pub fn decode(bytes: &[u8], version: u16) -> Result<Self, WireError> {
         let mut r = Reader { what: "an identity", bytes };
         let identity = match r.u8()? {
-            CONTROL => Self::Peer(take_peer(&mut r)?),
+            CONTROL => Self::Peer(take_peer(&mut r, version)?),
             DATA => Self::Lane(LaneIdentity { session: r.u64()?, lane: r.u16()?, binding: r.array()? }),
             other => return Err(WireError::Value { what: "the kind of an identity", found: other.into() }),
         };
@@ -128,11 +134,11 @@ impl Identity {
 }
 
 impl Verdict {
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self, version: u16) -> Vec<u8> {
         match self {
             Self::Peer(peer) => {
                 let mut out = vec![CONTROL];
-                put_peer(&mut out, peer);
+                put_peer(&mut out, peer, version);
                 out
             }
             Self::Lane => vec![DATA],
@@ -147,14 +153,14 @@ impl Verdict {
         }
     }
 
-    /// Reads a verdict whose seal was right.
+    /// Reads a verdict whose seal was right, in a handshake of this version.
     ///
     /// # Errors
     /// [`WireError`] if a byte is missing, too many, or without meaning.
-    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+    pub fn decode(bytes: &[u8], version: u16) -> Result<Self, WireError> {
         let mut r = Reader { what: "a verdict", bytes };
         let verdict = match r.u8()? {
-            CONTROL => Self::Peer(take_peer(&mut r)?),
+            CONTROL => Self::Peer(take_peer(&mut r, version)?),
             DATA => Self::Lane,
             0x80 => Self::Declined(Declined::Full),
             0x81 => Self::Declined(Declined::Duplicate),
@@ -169,7 +175,7 @@ impl Verdict {
     }
 }
 
-fn put_peer(out: &mut Vec<u8>, identity: &PeerIdentity) {
+fn put_peer(out: &mut Vec<u8>, identity: &PeerIdentity, version: u16) {
     let name = identity.peer.engine.as_str().as_bytes();
     debug_assert!(name.len() <= EngineId::MAX_LEN, "an engine's name is checked where it is made");
     let greeting = &identity.greeting[..identity.greeting.len().min(MAX_GREETING_BYTES)];
@@ -182,9 +188,12 @@ fn put_peer(out: &mut Vec<u8>, identity: &PeerIdentity) {
     out.extend_from_slice(name);
     out.extend_from_slice(&(greeting.len() as u32).to_le_bytes());
     out.extend_from_slice(greeting);
+    if version >= OFFERS_SINCE {
+        put_offers(out, &identity.offers);
+    }
 }
 
-fn take_peer(r: &mut Reader<'_>) -> Result<PeerIdentity, WireError> {
+fn take_peer(r: &mut Reader<'_>, version: u16) -> Result<PeerIdentity, WireError> {
     let session = r.u64()?;
     let lanes = r.u16()?;
     if lanes == 0 || lanes > MAX_LANES {
@@ -202,7 +211,8 @@ fn take_peer(r: &mut Reader<'_>) -> Result<PeerIdentity, WireError> {
         return Err(WireError::Limit { what: "a greeting", found: greeting_bytes.into(), limit });
     }
     let greeting = r.take(greeting_bytes as usize)?.to_vec();
-    Ok(PeerIdentity { peer: PeerId { engine, incarnation, pp_rank, tp_rank }, lanes, session, greeting })
+    let offers = if version >= OFFERS_SINCE { take_offers(r)? } else { Vec::new() };
+    Ok(PeerIdentity { peer: PeerId { engine, incarnation, pp_rank, tp_rank }, lanes, session, greeting, offers })
 }
 
 /// Takes little-endian numbers off the front of bytes.
@@ -255,6 +265,7 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::offer::OfferKind;
 
     fn peer() -> PeerIdentity {
         PeerIdentity {
@@ -267,40 +278,46 @@ mod tests {
             lanes: 2,
             session: 9,
             greeting: b"hi".to_vec(),
+            offers: vec![Offer { kind: OfferKind::UNIX, parameters: b"x".to_vec() }],
         }
     }
 
     #[test]
-    fn golden_bytes_of_version_1() {
+    fn golden_bytes() {
         let want = b"\x01\x09\0\0\0\0\0\0\0\x02\0\x04\x03\x02\x01\0\0\0\0\x01\0\x02\0\x03d-0\x02\0\0\0hi";
-        assert_eq!(Identity::Peer(peer()).encode(), want);
-        assert_eq!(Verdict::Peer(peer()).encode(), want);
+        for version in [1, 2] {
+            assert_eq!(Identity::Peer(peer()).encode(version), want);
+            assert_eq!(Verdict::Peer(peer()).encode(version), want);
+        }
+        let with_offers = [&want[..], b"\x01\x01\x01\0x"].concat();
+        assert_eq!(Identity::Peer(peer()).encode(3), with_offers);
+        assert_eq!(Verdict::Peer(peer()).encode(3), with_offers);
         let lane = Identity::Lane(LaneIdentity { session: 9, lane: 1, binding: [5; 32] });
-        assert_eq!(lane.encode()[..11], *b"\x02\x09\0\0\0\0\0\0\0\x01\0");
-        assert_eq!(lane.encode().len(), 43);
+        assert_eq!(lane.encode(1)[..11], *b"\x02\x09\0\0\0\0\0\0\0\x01\0");
+        assert_eq!(lane.encode(1).len(), 43);
     }
 
     #[test]
     fn what_was_written_is_read_and_a_cut_or_longer_one_is_refused() {
         let lane = Identity::Lane(LaneIdentity { session: 9, lane: 1, binding: [5; 32] });
-        for identity in [Identity::Peer(peer()), lane] {
-            let bytes = identity.encode();
-            assert_eq!(Identity::decode(&bytes), Ok(identity));
+        for (version, identity) in [(3, Identity::Peer(peer())), (3, lane.clone()), (1, lane)] {
+            let bytes = identity.encode(version);
+            assert_eq!(Identity::decode(&bytes, version), Ok(identity));
             for cut in 0..bytes.len() {
-                assert!(Identity::decode(&bytes[..cut]).is_err(), "{cut}");
+                assert!(Identity::decode(&bytes[..cut], version).is_err(), "{cut}");
             }
-            assert!(Identity::decode(&[&bytes[..], &[0]].concat()).is_err());
+            assert!(Identity::decode(&[&bytes[..], &[0]].concat(), version).is_err());
         }
         for why in [Declined::Full, Declined::Duplicate, Declined::Superseded, Declined::Stopping, Declined::Itself] {
-            assert_eq!(Verdict::decode(&Verdict::Declined(why).encode()), Ok(Verdict::Declined(why)));
+            assert_eq!(Verdict::decode(&Verdict::Declined(why).encode(3), 3), Ok(Verdict::Declined(why)));
         }
     }
 
     #[test]
     fn limits_hold() {
         for lanes in [0, MAX_LANES + 1] {
-            let bytes = Identity::Peer(PeerIdentity { lanes, ..peer() }).encode();
-            assert!(matches!(Identity::decode(&bytes), Err(WireError::Limit { .. })), "{lanes}");
+            let bytes = Identity::Peer(PeerIdentity { lanes, ..peer() }).encode(3);
+            assert!(matches!(Identity::decode(&bytes, 3), Err(WireError::Limit { .. })), "{lanes}");
         }
     }
 }

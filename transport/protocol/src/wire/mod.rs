@@ -22,6 +22,8 @@ mod frame;
 mod handshake;
 mod hello;
 mod identity;
+mod lend;
+mod offer;
 mod slice;
 mod table;
 
@@ -33,5 +35,7 @@ pub use frame::{
 pub use handshake::{Dialler, Established, Introduction, Listener, Step};
 pub use hello::{Challenge, Hello, LaneKind, VERSIONS, VersionRange};
 pub use identity::{Declined, Identity, LaneIdentity, MAX_GREETING_BYTES, MAX_LANES, PeerIdentity, Verdict};
+pub use lend::{BOARD, LentRun, Loan, MAX_LENT_RUNS, MAX_MAPPED_BYTES, Reach, Share, encode_loan};
+pub use offer::{MAX_OFFER_BYTES, MAX_OFFERS, Offer, OfferKind};
 pub use slice::slice_extents;
 pub use table::{MAX_NOTIFICATION_BYTES, check_extents, decode_table, encode_table, extent_table_bytes};

@@ -1,0 +1,274 @@
+//! Which way payload goes: what both ends offer, the best of it, and why not the others.
+
+use std::fmt::Write as _;
+
+use kvferry_protocol::wire::{Offer, OfferKind};
+
+use crate::api::{PathKind, PathReport};
+use crate::core::random;
+
+/// What names a running kernel: two endpoints with the same are on one host.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+const BOOT_ID_BYTES: usize = 16;
+
+/// What this endpoint can do.
+pub(crate) struct Local {
+    allowed: Vec<PathKind>,
+    boot: Result<[u8; BOOT_ID_BYTES], String>,
+    /// The abstract name of the listener for Unix lanes.
+    pub(crate) rendezvous: Option<String>,
+}
+
+/// What two endpoints agree on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Choice {
+    pub(crate) route: Route,
+    /// On Unix lanes, memory with a descriptor is shared.
+    pub(crate) by_descriptor: bool,
+    /// On Unix lanes, memory without one is read in the sender's process.
+    pub(crate) by_address: bool,
+    /// Why the better ways are not taken.
+    pub(crate) not: Vec<(PathKind, String)>,
+}
+
+/// Where the data lanes are dialled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Route {
+    Tcp,
+    Unix(String),
+    /// Nowhere: the two have no way in common.
+    None,
+}
+
+impl Local {
+    pub(crate) fn new(allowed: &[PathKind]) -> Self {
+        let mut allowed = allowed.to_vec();
+        allowed.sort_unstable();
+        let needs_unix = allowed.iter().any(|kind| *kind < PathKind::Tcp);
+        let boot = std::fs::read_to_string(BOOT_ID).map_err(|error| format!("{BOOT_ID} cannot be read: {error}"));
+        let boot = boot.and_then(|text| parse_boot_id(&text).ok_or_else(|| format!("{BOOT_ID} holds no identity")));
+        let rendezvous = (needs_unix && boot.is_ok()).then(|| {
+            let random: [u8; 16] = random();
+            random.iter().fold("kvferry-".to_owned(), |mut name, byte| {
+                // Writing to a string does not fail.
+                let _ = write!(name, "{byte:02x}");
+                name
+            })
+        });
+        Self { allowed, boot, rendezvous }
+    }
+
+    pub(crate) fn allows(&self, kind: PathKind) -> bool {
+        self.allowed.contains(&kind)
+    }
+
+    /// What peers are told.
+    pub(crate) fn offers(&self) -> Vec<Offer> {
+        let mut offers = Vec::new();
+        let mut offer = |kind, parameters| offers.push(Offer { kind, parameters });
+        if let (Ok(boot), Some(name)) = (&self.boot, &self.rendezvous) {
+            if self.allows(PathKind::SharedMemory) {
+                offer(OfferKind::SHARED_MEMORY, Vec::new());
+            }
+            if self.allows(PathKind::ProcessMemory) {
+                offer(OfferKind::PROCESS_MEMORY, Vec::new());
+            }
+            // Memory is shared over Unix lanes, so these are offered with it.
+            offer(OfferKind::UNIX, [&boot[..], name.as_bytes()].concat());
+        }
+        if self.allows(PathKind::Tcp) {
+            offer(OfferKind::TCP, Vec::new());
+        }
+        offers
+    }
+
+    /// The best way that both have. `theirs` are the offers of a peer that speaks `version`.
+    pub(crate) fn choose(&self, version: u16, theirs: &[Offer]) -> Choice {
+        let find = |kind| theirs.iter().find(|offer| offer.kind == kind);
+        let unix = self.unix_route(version, find(OfferKind::UNIX));
+        let shares = |kind, offer| match (&unix, find(offer)) {
+            (Err(why), _) => Err(why.clone()),
+            (Ok(_), _) if !self.allows(kind) => Err(NOT_ALLOWED.to_owned()),
+            (Ok(_), None) => Err("the peer does not offer it".to_owned()),
+            (Ok(_), Some(_)) => Ok(()),
+        };
+        let by_descriptor = shares(PathKind::SharedMemory, OfferKind::SHARED_MEMORY);
+        let by_address = shares(PathKind::ProcessMemory, OfferKind::PROCESS_MEMORY);
+        let sockets = match &unix {
+            Ok(_) if self.allows(PathKind::UnixSocket) => Ok(()),
+            Ok(_) => Err(NOT_ALLOWED.to_owned()),
+            Err(why) => Err(why.clone()),
+        };
+        let mut not = Vec::new();
+        let mut reason = |kind, outcome: Result<(), &String>| {
+            outcome.is_ok() || {
+                not.push((kind, outcome.err().cloned().unwrap_or_default()));
+                false
+            }
+        };
+        let best = reason(PathKind::SharedMemory, by_descriptor.as_ref().map(|_| ()))
+            || reason(PathKind::ProcessMemory, by_address.as_ref().map(|_| ()))
+            || reason(PathKind::UnixSocket, sockets.as_ref().map(|_| ()));
+        let route = match unix {
+            Ok(name) if best => Route::Unix(name),
+            _ => self.tcp_route(version, find(OfferKind::TCP), &mut not),
+        };
+        Choice { route, by_descriptor: by_descriptor.is_ok(), by_address: by_address.is_ok(), not }
+    }
+
+    /// What to take when the chosen way failed with `problem`.
+    pub(crate) fn without_unix(&self, version: u16, theirs: &[Offer], problem: &str) -> Choice {
+        let without: Vec<Offer> = theirs.iter().filter(|offer| offer.kind != OfferKind::UNIX).cloned().collect();
+        let mut choice = self.choose(version, &without);
+        for (kind, reason) in &mut choice.not {
+            if self.allows(*kind) && *kind != PathKind::Tcp {
+                problem.clone_into(reason);
+            }
+        }
+        choice
+    }
+
+    fn unix_route(&self, version: u16, theirs: Option<&Offer>) -> Result<String, String> {
+        let (Ok(boot), true) = (&self.boot, self.rendezvous.is_some()) else {
+            return Err(self.boot.as_ref().err().cloned().unwrap_or_else(|| NOT_ALLOWED.to_owned()));
+        };
+        let Some(offer) = theirs else {
+            return Err(match version {
+                ..3 => format!("the peer speaks version {version}, which knows TCP only"),
+                _ => "the peer does not offer it".to_owned(),
+            });
+        };
+        match offer.parameters.split_at_checked(BOOT_ID_BYTES) {
+            Some((host, name)) if host == boot => {
+                let name = String::from_utf8(name.to_vec()).ok().filter(|name| is_rendezvous(name));
+                name.ok_or_else(|| "the peer's name for it makes no sense".to_owned())
+            }
+            _ => Err("the peer is on another host (its kernel has another boot id)".to_owned()),
+        }
+    }
+
+    fn tcp_route(&self, version: u16, theirs: Option<&Offer>, not: &mut Vec<(PathKind, String)>) -> Route {
+        if self.allows(PathKind::Tcp) && (theirs.is_some() || version < 3) {
+            return Route::Tcp;
+        }
+        let why = if self.allows(PathKind::Tcp) { "the peer does not offer it" } else { NOT_ALLOWED };
+        not.push((PathKind::Tcp, why.to_owned()));
+        Route::None
+    }
+}
+
+impl Choice {
+    /// What was taken, once the lanes are there.
+    pub(crate) fn report(&self, lanes_are_unix: bool) -> PathReport {
+        let mut not = self.not.clone();
+        let kind = match (lanes_are_unix, self.by_descriptor, self.by_address) {
+            (true, true, _) => PathKind::SharedMemory,
+            (true, false, true) => PathKind::ProcessMemory,
+            (true, false, false) => PathKind::UnixSocket,
+            (false, ..) => {
+                if self.route != Route::Tcp {
+                    not.push((PathKind::UnixSocket, "the peer dialled TCP lanes: it could not reach ours".to_owned()));
+                }
+                PathKind::Tcp
+            }
+        };
+        PathReport { kind, not }
+    }
+
+    /// In words, for an error.
+    pub(crate) fn reasons(&self) -> String {
+        let reasons: Vec<String> = self.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
+        reasons.join("; ")
+    }
+}
+
+const NOT_ALLOWED: &str = "this side's configuration does not allow it";
+
+fn is_rendezvous(name: &str) -> bool {
+    // An abstract name has at most 107 bytes; anything else would be a file's.
+    name.starts_with("kvferry-") && name.len() <= 100 && name.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+fn parse_boot_id(text: &str) -> Option<[u8; BOOT_ID_BYTES]> {
+    let digits: Vec<u8> = text.trim().bytes().filter(|byte| *byte != b'-').collect();
+    let mut id = [0; BOOT_ID_BYTES];
+    if digits.len() != 2 * BOOT_ID_BYTES {
+        return None;
+    }
+    for (byte, pair) in id.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    Some(id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use PathKind::{ProcessMemory, SharedMemory, Tcp, UnixSocket};
+
+    fn local(allowed: &[PathKind], boot: u8) -> Local {
+        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed) }
+    }
+
+    #[test]
+    fn the_best_way_that_both_have_is_taken_and_the_others_have_a_reason() {
+        let all = [Tcp, UnixSocket, ProcessMemory, SharedMemory];
+        for (name, ours, theirs, host, want, reason) in [
+            ("all", &all[..], &all[..], 1, SharedMemory, ""),
+            ("one without a map", &all, &[Tcp, UnixSocket, ProcessMemory], 1, ProcessMemory, "does not offer"),
+            ("sockets only", &[Tcp, UnixSocket], &all, 1, UnixSocket, "configuration does not allow"),
+            ("another host", &all, &all, 2, Tcp, "another host"),
+            ("the peer has TCP only", &all, &[Tcp], 1, Tcp, "does not offer"),
+        ] {
+            let (ours, theirs) = (local(ours, 1), local(theirs, host));
+            let choice = ours.choose(3, &theirs.offers());
+            let report = choice.report(matches!(choice.route, Route::Unix(_)));
+            assert_eq!(report.kind, want, "{name}: {choice:?}");
+            assert!(report.not.iter().all(|(kind, why)| *kind < want && why.contains(reason)), "{name}: {report:?}");
+            assert_eq!(report.not.len(), all.iter().filter(|kind| **kind < want).count(), "{name}: {report:?}");
+        }
+    }
+
+    #[test]
+    fn two_without_a_common_way_have_none_and_say_why() {
+        let choice = local(&[UnixSocket], 1).choose(3, &local(&[Tcp], 1).offers());
+        assert_eq!(choice.route, Route::None);
+        assert!(choice.reasons().contains("tcp: this side's configuration"), "{}", choice.reasons());
+        let choice = local(&[Tcp], 1).choose(3, &local(&[UnixSocket], 1).offers());
+        assert_eq!(choice.route, Route::None);
+        assert!(choice.reasons().contains("tcp: the peer does not offer it"), "{}", choice.reasons());
+    }
+
+    #[test]
+    fn an_older_peer_gets_tcp() {
+        let choice = local(&[Tcp, UnixSocket], 1).choose(2, &[]);
+        assert_eq!(choice.route, Route::Tcp);
+        assert!(choice.reasons().contains("version 2"), "{}", choice.reasons());
+    }
+
+    #[test]
+    fn when_the_rendezvous_is_out_of_reach_tcp_is_next_with_that_reason() {
+        let (ours, theirs) = (local(&[Tcp, UnixSocket], 1), local(&[Tcp, UnixSocket], 1).offers());
+        let choice = ours.without_unix(3, &theirs, "refused");
+        assert_eq!(choice.route, Route::Tcp);
+        assert_eq!(choice.not.last(), Some(&(UnixSocket, "refused".to_owned())));
+    }
+
+    #[test]
+    fn a_name_that_is_not_of_our_kind_is_not_dialled() {
+        let ours = local(&[Tcp, UnixSocket], 1);
+        for name in ["", "/tmp/socket", "kvferry-\0", &format!("kvferry-{}", "x".repeat(100))] {
+            let parameters = [&[1; BOOT_ID_BYTES][..], name.as_bytes()].concat();
+            let offers =
+                [Offer { kind: OfferKind::UNIX, parameters }, Offer { kind: OfferKind::TCP, parameters: vec![] }];
+            assert_eq!(ours.choose(3, &offers).route, Route::Tcp, "{name:?}");
+        }
+    }
+
+    #[test]
+    fn a_boot_id_is_read() {
+        assert_eq!(parse_boot_id("00010203-0405-0607-0809-0a0b0c0d0e0f\n"), Some(std::array::from_fn(|at| at as u8)));
+        assert_eq!(parse_boot_id("00010203"), None);
+        assert_eq!(parse_boot_id("zz010203-0405-0607-0809-0a0b0c0d0e0f"), None);
+    }
+}
