@@ -173,16 +173,9 @@ fn control(chance: &mut Chance, known: &Known) -> Vec<u8> {
     }
 }
 
-/// The victim: few buffers, and no patience with who says nothing.
+/// The victim, with little room for what it is made to say.
 fn victim() -> Node {
-    let file = TcpConfigFile {
-        paths: PathKind::ALL.to_vec(),
-        handshake_ms: 500,
-        keepalive_ms: 100,
-        stall_ms: 500,
-        max_queued_message_bytes: 1 << 16,
-        ..config()
-    };
+    let file = TcpConfigFile { paths: PathKind::ALL.to_vec(), max_queued_message_bytes: 1 << 16, ..config() };
     let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
         Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
     };
