@@ -12,10 +12,12 @@ mod error;
 mod ffi;
 mod loopback;
 mod raw;
+pub mod rdma;
 mod share;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod ucx;
 
 #[cfg(feature = "planted")]
 pub use self::core::Planted;

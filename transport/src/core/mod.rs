@@ -29,6 +29,7 @@ pub(crate) use planted::Bug;
 pub use planted::Planted;
 pub(crate) use post::Post;
 pub(crate) use regions::RegionTable;
+pub(crate) use runs::RunList;
 pub(crate) use superseded::{Superseded, is_other_start};
 
 use std::sync::atomic::{AtomicU64, Ordering};

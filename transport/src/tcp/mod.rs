@@ -22,7 +22,7 @@ mod shake;
 mod socket;
 mod stream;
 mod target;
-mod wake;
+pub(crate) mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};
 pub use endpoint::Tcp;
