@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvferry_transport::PathKind;
 use serde::{Deserialize, Serialize};
 
 use crate::size::Size;
@@ -145,16 +146,34 @@ pub(crate) enum Kind {
     Tcp,
     Uds,
     Shm,
+    Cma,
     Ucx,
     Rdma,
 }
 
 impl Kind {
+    /// The path of the endpoint that carries it; nothing if this build has none.
+    pub(crate) const fn path(self) -> Option<PathKind> {
+        match self {
+            Self::Tcp => Some(PathKind::Tcp),
+            Self::Uds => Some(PathKind::UnixSocket),
+            Self::Shm => Some(PathKind::SharedMemory),
+            Self::Cma => Some(PathKind::ProcessMemory),
+            Self::Ucx | Self::Rdma => None,
+        }
+    }
+
+    /// What a path is called here; nothing for one that joins no processes, or that this command does not know.
+    pub(crate) fn of(path: PathKind) -> Option<Self> {
+        [Self::Tcp, Self::Uds, Self::Shm, Self::Cma].into_iter().find(|kind| kind.path() == Some(path))
+    }
+
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::Uds => "uds",
             Self::Shm => "shm",
+            Self::Cma => "cma",
             Self::Ucx => "ucx",
             Self::Rdma => "rdma",
         }

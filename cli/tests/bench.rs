@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 /// Every transport that this build has; the others must say that they are missing.
-const TRANSPORTS: &[&str] = &["tcp"];
-const MISSING: &[&str] = &["uds", "shm", "ucx", "rdma"];
+const TRANSPORTS: &[&str] = &["tcp", "uds", "shm"];
+const MISSING: &[&str] = &["ucx", "rdma"];
 
 const SMALL: &[&str] = &["--block", "4KiB,16KiB", "--memory", "1MiB", "--rounds", "2", "--requests", "8", "--verify"];
 
@@ -43,6 +43,8 @@ fn check(row: &Value, transport: &str, digest: bool) {
         let [p50, p99, p999] = ["p50", "p99", "p999"].map(|part| row[key][part].as_f64().expect("microseconds"));
         assert!(0.0 < p50 && p50 <= p99 && p99 <= p999, "{key} of {row}");
     }
+    let lent = row["lent_share"].as_f64().expect("a share");
+    assert_eq!(lent > 0.5, ["shm", "cma"].contains(&transport), "{row}");
     assert!(row["limit_name"].as_str().is_some_and(|name| !name.is_empty()), "{row}");
     assert_eq!((&row["wrong_blocks"], &row["wrong_digests"]), (&0.into(), &0.into()));
 }
@@ -94,6 +96,11 @@ fn a_spoilt_byte_is_found() {
         }
     }
     // Digests are made of what is there: a wrong source has a right digest.
+    for transport in ["uds", "shm"] {
+        let output = bench(&[SMALL, &["--spoil", "source", "--transport", transport, "--digest", "off"]].concat());
+        assert_eq!(output.status.code(), Some(1), "{transport}: {}", text(&output.stderr));
+        assert!(text(&output.stdout).contains("WRONG"), "{}", text(&output.stdout));
+    }
     let output = bench(&[SMALL, &["--spoil", "source", "--json"]].concat());
     let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(found["sizes"][0]["wrong_digests"], 0);
@@ -175,6 +182,18 @@ fn a_transport_that_is_not_here_is_refused_and_none_takes_its_place() {
     }
 }
 
+#[test]
+fn memory_of_the_other_process_is_read_or_the_reason_is_said() {
+    let output = bench(&[SMALL, &["--transport", "cma", "--json"]].concat());
+    // Containers may forbid it; then it is not replaced by another path.
+    if output.status.code() == Some(3) {
+        assert!(text(&output.stderr).contains("transport cma is not available"), "{output:?}");
+        return;
+    }
+    let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    check(&found["sizes"][0], "cma", true);
+}
+
 /// A process that ends with its value.
 struct Running(Child);
 
@@ -209,6 +228,12 @@ fn two_sides_that_were_started_by_hand_measure_run_after_run() {
         let found: Value = serde_json::from_slice(&output.stdout).unwrap();
         check(&found["sizes"][1], "tcp", true);
     }
+    // A side that offers another path is no side for this one, and nothing takes its place.
+    let mut command = kvferry();
+    command.arg("bench").args(SMALL).args(["--connect", &address, "--transport", "uds"]);
+    let output = command.env("KVFERRY_PSK", PSK).output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("transport uds is not available"), "{}", text(&output.stderr));
     // More memory than the other side allows is its refusal, and it goes on.
     let large = ["bench", "--connect", &address, "--block", "1MiB", "--memory", "2MiB", "--rounds", "1"];
     let output = kvferry().args(large).env("KVFERRY_PSK", PSK).output().unwrap();
@@ -247,7 +272,10 @@ fn a_doctor_tells_machine_and_pair_and_which_key_is_wrong() {
     let output = ask(PSK);
     assert!(output.status.success(), "{}\n{}", text(&output.stdout), text(&output.stderr));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
-    check(&found["pair"]["figures"]["sizes"][0], "tcp", true);
+    // Both sides are on this host, so the best path is memory that they share.
+    check(&found["pair"]["figures"]["sizes"][0], "shm", true);
+    let rows = found["pair"]["rows"].as_array().unwrap();
+    assert!(rows.iter().any(|row| row["name"] == "path" && row["found"] == "shm, the best there is"), "{found}");
     let output = ask("another key of tests");
     assert_eq!(output.status.code(), Some(1));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvferry_kernels::HostRegion;
 use kvferry_kernels::copy::RegionTable;
 use kvferry_protocol::RegionId;
-use kvferry_transport::{Memory, MemoryKind, Transport};
+use kvferry_transport::{Memory, MemoryFile, MemoryKind, Transport};
 
 use crate::error::CliError;
 
@@ -28,15 +28,21 @@ pub(crate) struct Lent(Arc<Arena>);
 pub(crate) struct Owned<'a>(&'a Arena);
 
 impl Arena {
-    /// Maps and registers `bytes` bytes. The caller drops `transport`, or shuts it down, before the arena.
-    pub(crate) fn new(transport: &dyn Transport, bytes: u64) -> Result<Self, CliError> {
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let region = HostRegion::new(bytes).map_err(|source| CliError::Memory { source })?;
-        let memory = Memory { address: region.as_ptr(), bytes, kind: MemoryKind::Host };
+    /// Maps and registers `bytes` bytes; `shareable`: so that another process may map them. The caller drops `transport`, or shuts it
+    /// down, before the arena.
+    pub(crate) fn new(transport: &dyn Transport, bytes: u64, shareable: bool) -> Result<Self, CliError> {
+        let region = map(bytes, shareable)?;
+        let file = region.file().map(|file| MemoryFile { file: Arc::clone(file), offset: 0 });
+        let memory = Memory { address: region.as_ptr(), bytes: region.len(), kind: MemoryKind::Host, file };
         // SAFETY: the region outlives the transport (`Shared` drops its transport first), and what a grant or a post covers is
         // `Lent`, which excludes `Owned`, the only other way to its bytes.
         let id = unsafe { transport.register(memory) }.map_err(CliError::transport("memory cannot be registered"))?;
         Ok(Self { region, id, in_use: AtomicBool::new(false) })
+    }
+
+    /// The same memory, for nobody but this process.
+    pub(crate) fn unregistered(bytes: u64, shareable: bool) -> Result<Self, CliError> {
+        Ok(Self { region: map(bytes, shareable)?, id: RegionId::new(0), in_use: AtomicBool::new(false) })
     }
 
     /// Gives it to the transport until the returned value is dropped.
@@ -61,6 +67,12 @@ impl Arena {
         let was_in_use = self.in_use.swap(true, Ordering::Acquire);
         assert!(!was_in_use, "the arena is lent to a transfer, or looked at");
     }
+}
+
+fn map(bytes: u64, shareable: bool) -> Result<HostRegion, CliError> {
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+    let region = if shareable { HostRegion::shareable(bytes) } else { HostRegion::new(bytes) };
+    region.map_err(|source| CliError::Memory { source })
 }
 
 impl Lent {

@@ -1,8 +1,8 @@
 //! The measuring side: one case after the other, each in a session of its own, in turn with its limit.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use kvferry_transport::PeerAddress;
+use kvferry_transport::{PathReport, PeerAddress};
 
 use super::case::{Case, Span};
 use super::endpoint::{self, Setup, address_text};
@@ -11,6 +11,7 @@ use super::report::{LimitFigures, Row, Wrong};
 use super::serve::{poison, wrong_blocks};
 use super::station::Station;
 use super::words::{FORM, Word};
+use crate::args::Kind;
 use crate::error::CliError;
 use crate::figures::{Micros, best, median, rounded};
 
@@ -23,6 +24,8 @@ pub(crate) struct Effort {
     pub(crate) memory: u64,
 }
 
+/// How long a session may stream before it lends.
+const LENDING_PATIENCE: Duration = Duration::from_secs(5);
 /// A request of this size or more is measured a fifth as often.
 const LARGE_REQUEST_BYTES: u64 = 16 << 20;
 /// Requests before those that count.
@@ -34,10 +37,12 @@ const CHECK_EVERY: u32 = 16;
 
 /// Measures one case to the other side at `address`.
 pub(crate) fn measure(setup: &Setup, address: &PeerAddress, case: Case, effort: Effort) -> Result<Row, CliError> {
-    let mut station = Station::new(endpoint::open(setup, setup.name.as_deref().unwrap_or("bench-measuring"))?)?;
+    let mut station = Station::new(setup, "bench-measuring")?;
     let start = Instant::now();
-    station.meet(address, &address_text(address))?;
+    station.meet(address, &address_text(address)).map_err(|error| endpoint::explained(setup, error))?;
     let connect_us = micros_since(start);
+    let path = station.path().cloned().ok_or_else(|| CliError::Word { found: "nothing of its path".to_owned() })?;
+    let kind = endpoint::taken(setup, &path)?;
     let direction = case.direction;
     station.begin(case.clone(), direction, effort.memory)?;
     station.say(&Word::Begin { form: FORM, case: case.clone() })?;
@@ -45,20 +50,35 @@ pub(crate) fn measure(setup: &Setup, address: &PeerAddress, case: Case, effort: 
         Word::Ready => {}
         other => return Err(other.unexpected()),
     }
-    let mut run = Run { station, case, wrong: Wrong::default() };
+    let mut run = Run { station, case, wrong: Wrong::default(), lent_there: 0 };
     let first_block_us = run.transfer(run.case.request(1, 0), true)? * 1e6;
-    let mut limit = Limit::open(setup.kind, &mut run.station, address)?;
-    let (gbps, limit_gbps) = run.passes(&mut limit, effort.rounds)?;
+    if matches!(kind, Kind::Shm | Kind::Cma) {
+        run.wait_lending(kind)?;
+    }
+    let mut limit = Limit::open(kind, &mut run.station, address)?;
+    let passes = run.passes(&mut limit, effort.rounds)?;
     let one = run.latencies(&mut limit, 1, effort.requests)?;
     let request = run.latencies(&mut limit, run.case.request_blocks(), effort.requests)?;
     run.station.part("the bench is done");
-    Ok(row(setup, &run, connect_us, first_block_us, gbps, &limit, limit_gbps, [one, request]))
+    Ok(row(setup, (kind, path), &run, connect_us, first_block_us, passes, &limit, [one, request]))
 }
 
 struct Run {
     station: Station,
     case: Case,
     wrong: Wrong,
+    /// What the other side lent so far, in bytes.
+    lent_there: u64,
+}
+
+/// What the passes showed.
+struct Passes {
+    /// GB/s of each round.
+    ours: Vec<f64>,
+    /// The same of each way of the limit.
+    limit: Vec<Vec<f64>>,
+    /// Which share of the bytes stayed in place until the receiver copied them.
+    lent_share: f64,
 }
 
 /// Microseconds of requests: ours, and the limit's.
@@ -68,12 +88,15 @@ struct Latencies {
 }
 
 impl Run {
-    /// GB/s of each round, and those of each way of the limit.
-    fn passes(&mut self, limit: &mut Limit, rounds: u32) -> Result<(Vec<f64>, Vec<Vec<f64>>), CliError> {
+    fn passes(&mut self, limit: &mut Limit, rounds: u32) -> Result<Passes, CliError> {
         let bytes =
             self.case.bytes() as f64 * if self.case.direction == crate::args::Direction::Both { 2.0 } else { 1.0 };
         let (mut ours, mut theirs) = (Vec::new(), vec![Vec::new(); limit.ways()]);
+        let mut lent_before = 0;
         for round in 0..=rounds {
+            if round == 1 {
+                lent_before = self.lent_bytes();
+            }
             // Who goes first alternates, so that neither always finds the other's caches.
             for turn in 0..2 {
                 if (turn + round) % 2 == 0 {
@@ -92,7 +115,26 @@ impl Run {
                 }
             }
         }
-        Ok((ours, theirs))
+        let lent_share = (self.lent_bytes() - lent_before) as f64 / (bytes * f64::from(rounds));
+        Ok(Passes { ours, limit: theirs, lent_share })
+    }
+
+    /// Moves a block until each side that sends has lent one: a session streams until the other side has mapped the memory.
+    fn wait_lending(&mut self, kind: Kind) -> Result<(), CliError> {
+        let (start, direction) = (Instant::now(), self.case.direction);
+        while direction.sends() && self.station.lent_bytes() == 0 || direction.receives() && self.lent_there == 0 {
+            if start.elapsed() > LENDING_PATIENCE {
+                let why = "its session came up, but bytes are streamed: the other side maps or reads no memory";
+                return Err(endpoint::unavailable(kind, why.to_owned()));
+            }
+            self.transfer(self.case.request(1, 0), false)?;
+        }
+        Ok(())
+    }
+
+    /// What stayed in place so far, on both sides.
+    fn lent_bytes(&self) -> u64 {
+        self.station.lent_bytes() + self.lent_there
     }
 
     fn latencies(&mut self, limit: &mut Limit, blocks: u32, requests: u32) -> Result<Latencies, CliError> {
@@ -153,7 +195,10 @@ impl Run {
                     must_land = false;
                     self.wrong.digests += u64::from(wrong_digests);
                 }
-                Word::Filled if must_fill => must_fill = false,
+                Word::Filled { lent_bytes } if must_fill => {
+                    self.lent_there = lent_bytes;
+                    must_fill = false;
+                }
                 other => return Err(other.unexpected()),
             }
         }
@@ -186,15 +231,16 @@ impl Run {
 #[expect(clippy::too_many_arguments, reason = "all that was found out about one case, put together in one place")]
 fn row(
     setup: &Setup,
+    (kind, path): (Kind, PathReport),
     run: &Run,
     connect_us: f64,
     first_block_us: f64,
-    mut gbps: Vec<f64>,
+    passes: Passes,
     limit: &Limit,
-    limit_gbps: Vec<Vec<f64>>,
     [one, request]: [Latencies; 2],
 ) -> Row {
     let case = &run.case;
+    let Passes { ours: mut gbps, limit: limit_gbps, lent_share } = passes;
     let fastest = (0..limit.ways())
         .max_by(|a, b| f64::total_cmp(&median(&mut limit_gbps[*a].clone()), &median(&mut limit_gbps[*b].clone())));
     let mut ratios: Vec<f64> = fastest
@@ -209,13 +255,15 @@ fn row(
         None => LimitFigures { missing: Some(limit.name(0)), ..LimitFigures::default() },
     };
     Row {
-        transport: setup.kind,
+        transport: kind,
+        path: Some(path),
         block_bytes: case.block_bytes,
         blocks: case.blocks,
         batch: case.batch,
         posts: case.posts,
         lanes: setup.lanes,
         direction: case.direction,
+        lent_share: rounded(lent_share),
         digest: case.digest,
         gbps_best: rounded(best(&gbps)),
         gbps_rounds: gbps.iter().copied().map(rounded).collect(),

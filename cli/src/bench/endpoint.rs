@@ -6,7 +6,7 @@ use bytes::Bytes;
 use kvferry::config::PreSharedKey;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
-use kvferry_transport::{PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
 
 use crate::args::Kind;
 use crate::error::CliError;
@@ -17,7 +17,8 @@ pub(crate) const NEAR: &str = "near";
 /// What an endpoint is opened with.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    pub(crate) kind: Kind,
+    /// What carries the blocks; the best that both sides have if nothing is said.
+    pub(crate) kind: Option<Kind>,
     /// Where to listen; without it, or with [`NEAR`], somewhere on this host.
     pub(crate) listen: Option<String>,
     /// Data lanes.
@@ -33,7 +34,7 @@ pub(crate) struct Setup {
 
 impl Setup {
     /// One peer, as the connector has it.
-    pub(crate) fn new(kind: Kind, lanes: u16, key: PreSharedKey) -> Self {
+    pub(crate) fn new(kind: Option<Kind>, lanes: u16, key: PreSharedKey) -> Self {
         let defaults = TcpConfigFile::default();
         Self {
             kind,
@@ -47,21 +48,26 @@ impl Setup {
     }
 }
 
-/// Opens an endpoint that calls itself `name`.
-pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliError> {
-    let peer = peer(name)?;
-    match setup.kind {
-        Kind::Tcp => open_tcp(setup, peer),
-        other => Err(unavailable(other)),
+impl Setup {
+    /// The paths that the endpoint may take.
+    fn paths(&self) -> Result<Vec<PathKind>, CliError> {
+        match self.kind {
+            // A session streams until the other side has mapped memory, so memory goes with Unix lanes.
+            Some(kind @ (Kind::Shm | Kind::Cma)) => Ok(kind.path().into_iter().chain([PathKind::UnixSocket]).collect()),
+            Some(kind) => Ok(vec![kind.path().ok_or_else(|| not_built(kind))?]),
+            None => Ok(PathKind::ALL.to_vec()),
+        }
+    }
+
+    /// Whether memory is to be such that another process may map it.
+    pub(crate) fn is_shareable(&self) -> bool {
+        self.kind.is_none_or(|kind| kind == Kind::Shm)
     }
 }
 
-/// Reads an address as [`address_text`] writes it.
-pub(crate) fn parse_address(kind: Kind, argument: &'static str, text: &str) -> Result<PeerAddress, CliError> {
-    match kind {
-        Kind::Tcp => Ok(PeerAddress::Tcp(socket_address(argument, text)?)),
-        other => Err(unavailable(other)),
-    }
+/// Reads an address as [`address_text`] writes it: sessions begin over TCP, whatever carries the blocks then.
+pub(crate) fn parse_address(argument: &'static str, text: &str) -> Result<PeerAddress, CliError> {
+    socket_address(argument, text).map(PeerAddress::Tcp)
 }
 
 /// An address as it is given to `--connect`.
@@ -80,12 +86,15 @@ pub(crate) fn ip_of(address: &PeerAddress) -> Option<std::net::IpAddr> {
     }
 }
 
-fn open_tcp(setup: &Setup, peer: PeerId) -> Result<Box<dyn Transport>, CliError> {
+/// Opens an endpoint that calls itself `name`.
+pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliError> {
+    let peer = peer(name)?;
     let defaults = TcpConfigFile::default();
     let listen = setup.listen.as_deref().filter(|text| *text != NEAR);
     let listen = listen.map(|text| socket_address("--listen", text)).transpose()?;
     let file = TcpConfigFile {
         listen: listen.unwrap_or(defaults.listen),
+        paths: setup.paths()?,
         lanes_same_host: setup.lanes,
         lanes_remote: setup.lanes,
         data_threads: setup.data_threads,
@@ -125,10 +134,44 @@ fn cluster_key(psk: &PreSharedKey) -> Result<ClusterKey, CliError> {
     ClusterKey::new(psk.expose()).map_err(|error| CliError::argument("--key", "(not shown)", error.to_string()))
 }
 
-fn unavailable(kind: Kind) -> CliError {
+/// What the session's path is called, if it is the one that was asked for: a slower one is never taken in silence.
+pub(crate) fn taken(setup: &Setup, report: &PathReport) -> Result<Kind, CliError> {
+    let found = Kind::of(report.kind);
+    match (setup.kind, found) {
+        (None, Some(found)) => Ok(found),
+        (Some(wanted), Some(found)) if wanted == found => Ok(found),
+        (wanted, _) => {
+            let reasons: Vec<String> = report.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
+            let why = format!("the session came up over {} ({})", report.kind, reasons.join("; "));
+            let transport = wanted.map_or("any", Kind::name);
+            Err(CliError::Unavailable { transport, why, fix: FIX.to_owned() })
+        }
+    }
+}
+
+/// A transport that is not here, and why.
+pub(crate) fn unavailable(kind: Kind, why: String) -> CliError {
+    CliError::Unavailable { transport: kind.name(), why, fix: FIX.to_owned() }
+}
+
+/// The error of a session that did not come up, as one of a transport that is not here if that is why.
+pub(crate) fn explained(setup: &Setup, error: CliError) -> CliError {
+    match (setup.kind, error) {
+        (Some(kind), CliError::Gone { source: TransportError::Protocol { problem, .. }, .. })
+            if problem.contains("no common way") =>
+        {
+            unavailable(kind, problem)
+        }
+        (_, error) => error,
+    }
+}
+
+const FIX: &str = "see kvferry doctor on both sides, or name another with --transport";
+
+fn not_built(kind: Kind) -> CliError {
     CliError::Unavailable {
         transport: kind.name(),
         why: "this build does not have it".to_owned(),
-        fix: "this build measures tcp only".to_owned(),
+        fix: "it measures tcp, uds, shm and cma".to_owned(),
     }
 }

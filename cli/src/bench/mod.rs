@@ -24,6 +24,7 @@ mod words;
 
 use std::process::ExitCode;
 
+use kvferry_transport::PathReport;
 use serde::Serialize;
 
 use crate::args::{BenchArgs, Switch};
@@ -38,7 +39,7 @@ use report::Report;
 pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     if let Some(listen) = &options.listen {
         let key = key::given(options.key.as_deref())?;
-        let setup = Setup { listen: Some(listen.clone()), ..Setup::new(options.transport, options.lanes, key) };
+        let setup = Setup { listen: Some(listen.clone()), ..Setup::new(Some(options.transport), options.lanes, key) };
         return serve::run(&setup, options.memory.0, options.until_input_ends).map(|()| ExitCode::SUCCESS);
     }
     if let Some(counts) = &options.crowd {
@@ -53,12 +54,12 @@ pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     let report = match &options.connect {
         Some(address) => {
             let key = key::given(options.key.as_deref())?;
-            measure(options, cases, Setup::new(options.transport, options.lanes, key), address)?
+            measure(options, cases, Setup::new(Some(options.transport), options.lanes, key), address)?
         }
         None => {
             let (key, text) = key::drawn()?;
             // Refuses here what it would refuse in the other process.
-            let setup = Setup::new(options.transport, options.lanes, key);
+            let setup = Setup::new(Some(options.transport), options.lanes, key);
             drop(endpoint::open(&setup, "bench-measuring")?);
             let other_side = OtherSide::start(options, &text)?;
             measure(options, cases, setup, &other_side.address)?
@@ -83,7 +84,7 @@ fn cases(options: &BenchArgs) -> Result<Vec<Case>, CliError> {
 }
 
 fn measure(options: &BenchArgs, cases: Vec<Case>, setup: Setup, address: &str) -> Result<Report, CliError> {
-    let address = endpoint::parse_address(options.transport, "--connect", address)?;
+    let address = endpoint::parse_address("--connect", address)?;
     let effort = Effort { rounds: options.rounds, requests: options.requests, memory: options.memory.0 };
     let sizes =
         cases.into_iter().map(|case| drive::measure(&setup, &address, case, effort)).collect::<Result<_, _>>()?;
@@ -121,6 +122,11 @@ impl Figures {
         self.0.sizes.iter().all(|row| row.verified)
     }
 
+    /// Which way the session took, and why no better one.
+    pub(crate) fn path(&self) -> Option<&PathReport> {
+        self.0.sizes.first()?.path.as_ref()
+    }
+
     pub(crate) fn table(&self) -> String {
         self.0.table()
     }
@@ -134,7 +140,7 @@ const DOCTOR_BLOCKS: [u64; 2] = [16 << 10, 1 << 20];
 pub(crate) fn measure_pair(setup: &Setup, name: &str, address: std::net::SocketAddr) -> Result<Figures, CliError> {
     let setup = Setup { name: Some(name.to_owned()), ..setup.clone() };
     let effort = Effort { rounds: 3, requests: 200, memory: DOCTOR_MEMORY };
-    let address = endpoint::parse_address(setup.kind, "the address", &address.to_string())?;
+    let address = endpoint::parse_address("the address", &address.to_string())?;
     let mut sizes = Vec::new();
     for block_bytes in DOCTOR_BLOCKS {
         let case = Case { verify: true, ..Case::new(block_bytes, None, None, 8, DOCTOR_MEMORY)? };

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use kvferry_transport::PathReport;
 use serde::Serialize;
 
 use crate::args::{Direction, Kind};
@@ -18,6 +19,9 @@ pub(crate) struct Report {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
     pub(crate) transport: Kind,
+    /// Which way the session took, and why no better one.
+    #[serde(skip)]
+    pub(crate) path: Option<PathReport>,
     pub(crate) block_bytes: u64,
     /// Blocks of a pass.
     pub(crate) blocks: u32,
@@ -28,6 +32,8 @@ pub(crate) struct Row {
     pub(crate) lanes: u16,
     pub(crate) direction: Direction,
     pub(crate) digest: bool,
+    /// Which share of a pass's bytes stayed in place until the receiver copied them: 1 for memory that is shared or read.
+    pub(crate) lent_share: f64,
     pub(crate) gbps_median: f64,
     pub(crate) gbps_best: f64,
     /// Of each round.
@@ -138,6 +144,13 @@ impl Report {
     fn foot(&self, out: &mut String) {
         for row in &self.sizes {
             let size = Size(row.block_bytes);
+            if row.lent_share > 0.0 && row.lent_share < 0.999 {
+                let _ = writeln!(
+                    out,
+                    "at {size} only {:.1} % of the bytes stayed in place; the others were streamed",
+                    row.lent_share * 100.0
+                );
+            }
             match (&row.limit.name, &row.limit.missing) {
                 (Some(name), _) => {
                     let _ = write!(out, "limit at {size}: {name}");

@@ -11,7 +11,7 @@ use super::endpoint::{self, Setup, address_text};
 use super::limit::{self, Family, Listener, Memory, Sockets};
 use super::station::Station;
 use super::words::{FORM, Word};
-use crate::args::{Direction, Kind};
+use crate::args::Direction;
 use crate::error::{CliError, with_causes};
 
 /// Serves until the process is ended. Prints where it listens, as JSON.
@@ -21,12 +21,12 @@ pub(crate) fn run(setup: &Setup, memory: u64, until_input_ends: bool) -> Result<
     if until_input_ends {
         end_with_input()?;
     }
-    let mut station = Station::new(endpoint::open(setup, setup.name.as_deref().unwrap_or("bench-served"))?)?;
+    let mut station = Station::new(setup, "bench-served")?;
     let address = address_text(&station.local_address());
     println!("{}", serde_json::json!({ "address": address }));
     std::io::stdout().flush().map_err(CliError::io("standard output"))?;
     loop {
-        let mut served = Served { kind: setup.kind, memory, is_checked: false, sockets: None };
+        let mut served = Served { memory, is_checked: false, sockets: None };
         let Err(error) = served.session(&mut station);
         if !matches!(error, CliError::Gone { .. }) {
             let why = with_causes(&error);
@@ -40,7 +40,6 @@ pub(crate) fn run(setup: &Setup, memory: u64, until_input_ends: bool) -> Result<
 }
 
 struct Served {
-    kind: Kind,
     memory: u64,
     is_checked: bool,
     sockets: Option<Sockets>,
@@ -54,7 +53,7 @@ impl Served {
             station.turn(Duration::from_millis(500))?;
             if station.is_sending() && station.is_sent() {
                 station.end_sending();
-                station.say(&Word::Filled)?;
+                station.say(&Word::Filled { lent_bytes: station.lent_bytes() })?;
             }
             if !station.is_receiving() {
                 has_landed = false;
@@ -106,7 +105,7 @@ impl Served {
                 };
                 station.say(&Word::Closed { wrong_blocks })
             }
-            Word::Listen { sockets, near } => self.listen(station, sockets, near),
+            Word::Listen { sockets, near, unix } => self.listen(station, sockets, near, unix),
             Word::Stream { sockets } => {
                 station.may_rest()?;
                 let case = &station.ground_if_begun()?.case;
@@ -119,12 +118,12 @@ impl Served {
         }
     }
 
-    fn listen(&mut self, station: &Station, sockets: u32, near: bool) -> Result<(), CliError> {
+    fn listen(&mut self, station: &Station, sockets: u32, near: bool, unix: bool) -> Result<(), CliError> {
         if !(1..=64).contains(&sockets) {
             return Err(CliError::Word { found: format!("{sockets} plain sockets, which is not 1 to 64") });
         }
-        let family = match (self.kind, endpoint::ip_of(&station.local_address())) {
-            (Kind::Tcp, Some(ip)) => Family::Tcp { ip, near },
+        let family = match endpoint::ip_of(&station.local_address()) {
+            Some(ip) if !unix => Family::Tcp { ip, near },
             _ => Family::Unix,
         };
         let listener = Listener::bind(family)?;

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_transport::{Event, GrantKey, PeerAddress, Transport, TransportError};
+use kvferry_transport::{Event, GrantKey, PathReport, PeerAddress, Transport, TransportError};
 
 use super::arena::Arena;
 use super::case::{Case, Span};
 use super::content;
+use super::endpoint::{self, Setup};
 use super::flow::{Ground, Incoming, Job, Kind, Movers, Outgoing};
 use super::words::Word;
 use crate::args::{Direction, Spoil};
@@ -28,6 +29,10 @@ const DIAL_PATIENCE: Duration = Duration::from_secs(10);
 /// Dropping it ends its sessions before its memory goes.
 pub(crate) struct Station {
     transport: Arc<dyn Transport>,
+    /// Whether memory is such that another process may map it.
+    shareable: bool,
+    /// Which way the blocks of the session go.
+    path: Option<PathReport>,
     movers: Movers,
     ground: Option<Arc<Ground>>,
     source: Option<Arc<Arena>>,
@@ -60,9 +65,13 @@ struct Receiving {
 }
 
 impl Station {
-    pub(crate) fn new(transport: Box<dyn Transport>) -> Result<Self, CliError> {
+    /// Opens an endpoint; `name` is what it calls itself unless the setup says otherwise.
+    pub(crate) fn new(setup: &Setup, name: &str) -> Result<Self, CliError> {
+        let transport = endpoint::open(setup, setup.name.as_deref().unwrap_or(name))?;
         Ok(Self {
             transport: transport.into(),
+            shareable: setup.is_shareable(),
+            path: None,
             movers: Movers::start()?,
             ground: None,
             source: None,
@@ -79,6 +88,16 @@ impl Station {
 
     pub(crate) fn local_address(&self) -> PeerAddress {
         self.transport.local_address()
+    }
+
+    /// Which way the blocks of the session go, on the side that dialled.
+    pub(crate) fn path(&self) -> Option<&PathReport> {
+        self.path.as_ref()
+    }
+
+    /// How many bytes that this side sent stayed in place for the other to copy.
+    pub(crate) fn lent_bytes(&self) -> u64 {
+        self.transport.stats().lent_bytes
     }
 
     /// Whether a peer is there.
@@ -106,7 +125,7 @@ impl Station {
     pub(crate) fn begin(&mut self, case: Case, direction: Direction, memory: u64) -> Result<(), CliError> {
         for (arena, is_used) in [(&mut self.source, direction.sends()), (&mut self.target, direction.receives())] {
             if is_used && arena.is_none() {
-                *arena = Some(Arc::new(Arena::new(&*self.transport, memory)?));
+                *arena = Some(Arc::new(Arena::new(&*self.transport, memory, self.shareable)?));
             }
         }
         let ground = Ground::new(Arc::clone(&self.transport), case);
@@ -210,6 +229,8 @@ impl Station {
 
     /// Takes the source back after all was sent.
     pub(crate) fn end_sending(&mut self) {
+        // A write may be over before the thread that posted it has let go of the source.
+        self.movers.settle();
         self.sending = None;
     }
 
@@ -300,7 +321,7 @@ impl Station {
 
     fn take_event(&mut self, event: Event) -> Result<(), CliError> {
         match event {
-            Event::Up { peer, .. } if self.other.is_none() => self.other = Some(peer),
+            Event::Up { peer, path, .. } if self.other.is_none() => (self.other, self.path) = (Some(peer), Some(path)),
             Event::Up { peer, .. } if self.waiting.len() < MAX_WAITING => self.waiting.push_back(peer),
             Event::Up { peer, .. } => self.transport.disconnect(&peer, "too many sides want to measure at once"),
             Event::Down { peer: Some(peer), .. } if self.waiting.contains(&peer) => {
@@ -309,7 +330,8 @@ impl Station {
             }
             Event::Down { peer, address, reason } if peer.is_some() && peer == self.other || address.is_some() => {
                 // An attempt that failed is made again, unless this was no matter of time.
-                let is_final = peer.is_some() || matches!(reason, TransportError::Authentication { .. });
+                let is_final = peer.is_some()
+                    || matches!(reason, TransportError::Authentication { .. } | TransportError::Protocol { .. });
                 if is_final {
                     let peer = peer.map_or_else(|| format!("{address:?}"), |peer| peer.to_string());
                     return Err(CliError::Gone { peer, source: reason });

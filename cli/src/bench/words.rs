@@ -23,16 +23,16 @@ pub(crate) enum Word {
     Opened { grant: GrantKey },
     /// Send these blocks into a grant of the measuring side.
     Fill { span: Span, grant: GrantKey },
-    /// All writes ended well.
-    Filled,
+    /// All writes ended well; of all bytes that this side sent so far, these stayed in place for the other to copy.
+    Filled { lent_bytes: u64 },
     /// All blocks landed, and so many digests were not those that came with them.
     Landed { wrong_digests: u32 },
     /// Revoke the grant, and compare.
     Close,
     /// Revoked; so many blocks are not what was sent.
     Closed { wrong_blocks: u64 },
-    /// Listen for plain sockets; `near` if both sides are on one host.
-    Listen { sockets: u32, near: bool },
+    /// Listen for plain sockets, of TCP or `unix`; `near` if both sides are on one host.
+    Listen { sockets: u32, near: bool, unix: bool },
     /// Here.
     Listening { address: String },
     /// Move a pass over the first so many plain sockets.

@@ -10,7 +10,7 @@ use kvferry_transport::TransportError;
 use serde::Serialize;
 
 use super::row::{self, Row};
-use crate::args::{DoctorArgs, Kind};
+use crate::args::DoctorArgs;
 use crate::bench::{self, Figures, endpoint::Setup, key};
 use crate::error::{CliError, with_causes};
 
@@ -41,13 +41,13 @@ impl Pair {
 /// Answers doctors of other machines until the process is ended.
 pub(crate) fn answer(options: &DoctorArgs) -> Result<ExitCode, CliError> {
     let listen = options.listen.map(|address| address.to_string());
-    let setup = Setup { listen, ..Setup::new(Kind::Tcp, LANES, key::given(options.key.as_deref())?) };
+    let setup = Setup { listen, ..Setup::new(None, LANES, key::given(options.key.as_deref())?) };
     bench::serve_doctor(&setup, &options.engine_id).map(|()| ExitCode::SUCCESS)
 }
 
 /// Reaches the other side, proves who this is, and measures.
 pub(crate) fn examine(options: &DoctorArgs, address: SocketAddr) -> Result<Pair, CliError> {
-    let setup = Setup::new(Kind::Tcp, LANES, key::given(options.key.as_deref())?);
+    let setup = Setup::new(None, LANES, key::given(options.key.as_deref())?);
     let mut pair = Pair { address, rows: Vec::new(), figures: None };
     if let Err(row) = reach(&mut pair.rows, address) {
         pair.rows.push(row);
@@ -56,7 +56,7 @@ pub(crate) fn examine(options: &DoctorArgs, address: SocketAddr) -> Result<Pair,
     match bench::measure_pair(&setup, &options.engine_id, address) {
         Ok(figures) => {
             pair.rows.push(Row::ok("key", "both sides have the same"));
-            pair.rows.push(path());
+            pair.rows.push(path(&figures));
             pair.rows.push(pattern(&figures));
             pair.figures = Some(figures);
         }
@@ -103,9 +103,17 @@ fn failed(error: &CliError) -> Row {
     }
 }
 
-/// Which path the two chose, and why not the others: the one place to say so.
-fn path() -> Row {
-    Row::ok("path", "tcp; this build has no other")
+/// Which path the two chose, and why not the better ones.
+fn path(figures: &Figures) -> Row {
+    let Some(report) = figures.path() else {
+        return Row::broken("path", "none", "nothing was measured: see the rows above");
+    };
+    let reasons: Vec<String> = report.not.iter().map(|(kind, why)| format!("not {kind}: {why}")).collect();
+    let found = report.kind.to_string();
+    match reasons.is_empty() {
+        true => Row::ok("path", format!("{found}, the best there is")),
+        false => Row::ok("path", format!("{found}; {}", reasons.join("; "))),
+    }
 }
 
 fn pattern(figures: &Figures) -> Row {

@@ -52,10 +52,11 @@ pub(crate) fn run(options: &BenchArgs) -> Result<CrowdReport, CliError> {
     }
     raise_file_limit();
     let (key, text) = key::drawn()?;
-    let setup = Setup { peers: busy + idle + 1, ..Setup::new(options.transport, options.lanes, key) };
+    let setup = Setup { peers: busy + idle + 1, ..Setup::new(Some(options.transport), options.lanes, key) };
     let transport: Arc<dyn Transport> = endpoint::open(&setup, "bench-node")?.into();
     let mut crowd = Crowd::start(options, &address_text(&transport.local_address()), &text)?;
-    let node = Node { transport, case, seconds: options.seconds.max(1) };
+    let shareable = setup.is_shareable();
+    let node = Node { transport, shareable, case, seconds: options.seconds.max(1) };
     let idle = (idle > 0).then(|| node.watch_idle(&mut crowd, idle)).transpose()?;
     let busy = (busy > 0).then(|| node.watch_busy(&mut crowd, busy)).transpose()?;
     let Case { block_bytes, batch, .. } = node.case;
@@ -72,6 +73,7 @@ pub(crate) fn run(options: &BenchArgs) -> Result<CrowdReport, CliError> {
 
 struct Node {
     transport: Arc<dyn Transport>,
+    shareable: bool,
     case: Case,
     seconds: u64,
 }
@@ -106,7 +108,7 @@ impl Node {
     }
 
     fn watch_busy(&self, crowd: &mut Crowd, peers: u32) -> Result<Busy, CliError> {
-        let arena = Arc::new(Arena::new(&*self.transport, self.case.bytes() * u64::from(peers))?);
+        let arena = Arc::new(Arena::new(&*self.transport, self.case.bytes() * u64::from(peers), self.shareable)?);
         content::poison(&mut arena.own());
         let outcome = self.watch_writers(crowd, peers, &arena);
         // Before the memory goes, however it ended; nothing is measured after this.

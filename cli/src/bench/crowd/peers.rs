@@ -50,10 +50,12 @@ impl Drop for Crowd {
 /// Is the peers: does what its input says, a word a line, and ends with it.
 pub(crate) fn be(options: &BenchArgs, counts: &[u32]) -> Result<(), CliError> {
     raise_file_limit();
-    let setup =
-        Setup { data_threads: 1, ..Setup::new(options.transport, options.lanes, key::given(options.key.as_deref())?) };
+    let setup = Setup {
+        data_threads: 1,
+        ..Setup::new(Some(options.transport), options.lanes, key::given(options.key.as_deref())?)
+    };
     let address = options.connect.as_deref().unwrap_or_default();
-    let address = endpoint::parse_address(options.transport, "--connect", address)?;
+    let address = endpoint::parse_address("--connect", address)?;
     let (case, mut idle) = (case(options)?, Vec::new());
     for line in std::io::stdin().lock().lines() {
         match line.map_err(CliError::io("standard input"))?.as_str() {
@@ -68,9 +70,9 @@ pub(crate) fn be(options: &BenchArgs, counts: &[u32]) -> Result<(), CliError> {
                 for place in 0..counts[0] {
                     let transport = endpoint::open(&setup, &format!("busy-{place}"))?;
                     transport.connect(&address).map_err(CliError::transport("cannot dial the node"))?;
-                    let case = case.clone();
+                    let (case, shareable) = (case.clone(), setup.is_shareable());
                     let write = move || {
-                        if let Err(error) = write_on(&*transport, &case, place) {
+                        if let Err(error) = write_on(&*transport, &case, place, shareable) {
                             eprintln!("kvferry: busy peer {place}: {}", with_causes(&error));
                         }
                     };
@@ -86,8 +88,8 @@ pub(crate) fn be(options: &BenchArgs, counts: &[u32]) -> Result<(), CliError> {
 }
 
 /// Writes its blocks into its window until the session ends.
-fn write_on(transport: &dyn Transport, case: &Case, place: u32) -> Result<(), CliError> {
-    let arena = Arc::new(Arena::new(transport, case.bytes())?);
+fn write_on(transport: &dyn Transport, case: &Case, place: u32, shareable: bool) -> Result<(), CliError> {
+    let arena = Arc::new(Arena::new(transport, case.bytes(), shareable)?);
     content::fill_from(&mut arena.own(), case.block_bytes, place * case.batch);
     let outcome = write_from(transport, case, &arena);
     // Before the memory goes, however it ended.

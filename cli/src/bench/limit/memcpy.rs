@@ -2,23 +2,24 @@
 
 use std::time::Instant;
 
+use crate::bench::arena::Arena;
 use crate::bench::case::{Case, Span};
+use crate::error::CliError;
 
-/// Two buffers of one process, as large as a pass.
+/// Two buffers of one process, as large as a pass, in memory of the same kind as the transport's.
 pub(crate) struct Memcpy {
     case: Case,
-    source: Vec<u8>,
-    target: Vec<u8>,
+    source: Arena,
+    target: Arena,
     source_order: Vec<u32>,
     target_order: Vec<u32>,
 }
 
 impl Memcpy {
-    pub(crate) fn new(case: &Case) -> Self {
-        let bytes = case.bytes() as usize;
+    pub(crate) fn new(case: &Case, shareable: bool) -> Result<Self, CliError> {
         let (source_order, target_order) = (case.source_order(), case.target_order());
-        // Not zero, so that every page is there before the first pass.
-        Self { case: case.clone(), source: vec![1; bytes], target: vec![2; bytes], source_order, target_order }
+        let memory = || Arena::unregistered(case.bytes(), shareable);
+        Ok(Self { case: case.clone(), source: memory()?, target: memory()?, source_order, target_order })
     }
 
     /// GB/s of a pass.
@@ -42,10 +43,11 @@ impl Memcpy {
 
     fn copy(&mut self, span: Span) {
         let bytes = self.case.block_bytes as usize;
+        let (source, mut target) = (self.source.own(), self.target.own());
         for (from, to) in span.of(&self.source_order).iter().zip(span.of(&self.target_order)) {
             let (from, to) = (*from as usize * bytes, *to as usize * bytes);
-            self.target[to..][..bytes].copy_from_slice(&self.source[from..][..bytes]);
+            target[to..][..bytes].copy_from_slice(&source[from..][..bytes]);
         }
-        std::hint::black_box(&mut self.target);
+        std::hint::black_box(&mut target[..]);
     }
 }

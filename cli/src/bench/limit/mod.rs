@@ -41,7 +41,9 @@ impl Limit {
         let (family, counts, name): (_, &'static [u32], _) = match (kind, ip_of(address)) {
             (Kind::Tcp, Some(ip)) => (Family::Tcp { ip, near: ip.is_loopback() }, &[1, 2, 4], "raw TCP sockets"),
             (Kind::Uds, _) => (Family::Unix, &[1, 2], "raw Unix sockets"),
-            (Kind::Shm, _) => return Ok(Self::Memcpy(Memcpy::new(&station.ground().case))),
+            (Kind::Shm | Kind::Cma, _) => {
+                return Ok(Self::Memcpy(Memcpy::new(&station.ground().case, kind == Kind::Shm)?));
+            }
             (Kind::Ucx, Some(ip)) if ip.is_loopback() => return Ok(Self::tool(Which::Ucx, station)),
             (Kind::Rdma, Some(ip)) if ip.is_loopback() => return Ok(Self::tool(Which::Verbs, station)),
             (kind, _) => {
@@ -51,7 +53,7 @@ impl Limit {
         };
         let count = counts.iter().copied().max().unwrap_or(1);
         let near = !matches!(family, Family::Tcp { near: false, .. });
-        station.say(&Word::Listen { sockets: count, near })?;
+        station.say(&Word::Listen { sockets: count, near, unix: family == Family::Unix })?;
         let address = match station.hear("listen for plain sockets")? {
             Word::Listening { address } => address,
             other => return Err(other.unexpected()),
