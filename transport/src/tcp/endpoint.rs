@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{
-    ClusterKey, ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
+    ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
 };
 use kvferry_protocol::{PeerId, RegionId};
 
@@ -90,7 +90,7 @@ impl Tcp {
     #[cfg(feature = "planted")]
     pub fn bind_planted(
         config: TcpConfig,
-        key: ClusterKey,
+        key: kvferry_protocol::wire::ClusterKey,
         peer: PeerId,
         greeting: Bytes,
         bug: crate::Planted,
