@@ -34,6 +34,9 @@ pub(crate) enum Command {
         /// Its file name.
         name: String,
     },
+    /// Starts UCX and prints what it offers as JSON, in a process that it may take down with it.
+    #[command(name = "survey-ucx", hide = true)]
+    SurveyUcx,
     /// Reads known bytes of another process.
     #[command(name = "try-memory", hide = true)]
     TryMemory {
@@ -91,6 +94,9 @@ pub(crate) struct BenchArgs {
     /// Whether every byte is digested on both sides, and compared, as the connector does it.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(crate) digest: Switch,
+    /// One round and few requests over little memory: whether it works, in a few seconds; no figures to believe.
+    #[arg(long, conflicts_with_all = ["rounds", "requests", "memory"])]
+    pub(crate) quick: bool,
     /// Compare all bytes with what was sent, after each pass and outside of its time.
     #[arg(long)]
     pub(crate) verify: bool,

@@ -26,6 +26,7 @@ pub fn run() -> ExitCode {
         Command::Bench(options) => bench::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::TryLibrary { name } => doctor::try_library(&name),
+        Command::SurveyUcx => doctor::survey_ucx(),
         Command::TryMemory { pid, address } => doctor::try_memory(pid, address),
     };
     match outcome {

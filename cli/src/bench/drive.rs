@@ -217,7 +217,7 @@ impl Run {
             }
         }
         if self.case.direction.sends() {
-            station.end_sending();
+            station.end_sending()?;
             station.say(&Word::Close)?;
             match station.hear("compare")? {
                 Word::Closed { wrong_blocks } => self.wrong.blocks += wrong_blocks,

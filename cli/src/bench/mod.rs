@@ -29,6 +29,7 @@ use serde::Serialize;
 
 use crate::args::{BenchArgs, Switch};
 use crate::error::CliError;
+use crate::size::Size;
 use case::Case;
 use drive::Effort;
 use endpoint::Setup;
@@ -37,6 +38,8 @@ use report::Report;
 
 /// Measures, or serves one that does.
 pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
+    let quick = BenchArgs { rounds: 1, requests: 20, memory: QUICK_MEMORY, seconds: 1, ..options.clone() };
+    let options = if options.quick { &quick } else { options };
     if let Some(listen) = &options.listen {
         let key = key::given(options.key.as_deref())?;
         let setup = Setup { listen: Some(listen.clone()), ..Setup::new(Some(options.transport), options.lanes, key) };
@@ -75,7 +78,7 @@ fn cases(options: &BenchArgs) -> Result<Vec<Case>, CliError> {
     if !(1..=1_000_000).contains(&options.requests) {
         return Err(CliError::argument("--requests", options.requests, "write 1 to 1000000"));
     }
-    let case = |block: &crate::size::Size| {
+    let case = |block: &Size| {
         let case = Case::new(block.0, options.blocks, options.batch, options.posts, options.memory.0)?;
         let digest = options.digest == Switch::On;
         Ok(Case { direction: options.direction, digest, verify: options.verify, spoil: options.spoil, ..case })
@@ -131,6 +134,9 @@ impl Figures {
         self.0.table()
     }
 }
+
+/// What `--quick` moves in a pass: a few of the largest usual blocks.
+const QUICK_MEMORY: Size = Size(16 << 20);
 
 /// What `doctor` moves: enough for a rate, little enough for any machine.
 const DOCTOR_MEMORY: u64 = 64 << 20;

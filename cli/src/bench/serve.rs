@@ -52,7 +52,7 @@ impl Served {
         loop {
             station.turn(Duration::from_millis(500))?;
             if station.is_sending() && station.is_sent() {
-                station.end_sending();
+                station.end_sending()?;
                 station.say(&Word::Filled { lent_bytes: station.lent_bytes() })?;
             }
             if !station.is_receiving() {

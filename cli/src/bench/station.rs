@@ -228,10 +228,13 @@ impl Station {
     }
 
     /// Takes the source back after all was sent.
-    pub(crate) fn end_sending(&mut self) {
+    pub(crate) fn end_sending(&mut self) -> Result<(), CliError> {
         // A write may be over before the thread that posted it has let go of the source.
-        self.movers.settle();
+        while let Some((kind, outcome)) = self.movers.take(true) {
+            self.job_done(kind, outcome?);
+        }
         self.sending = None;
+        Ok(())
     }
 
     /// How many digests were wrong so far.

@@ -12,6 +12,7 @@ mod root;
 mod row;
 #[cfg(test)]
 mod tests;
+mod ucx;
 
 use std::process::ExitCode;
 
@@ -24,6 +25,7 @@ use pair::Pair;
 pub(crate) use probes::{try_library, try_memory};
 use root::Root;
 use row::{Row, State};
+pub(crate) use ucx::survey as survey_ucx;
 
 /// All that was looked at.
 #[derive(Serialize)]
@@ -69,5 +71,6 @@ fn machine_rows(root: &Root) -> Vec<Row> {
     rows.push(probes::other_memory(root));
     rows.extend(rdma::devices(root));
     rows.extend(probes::libraries());
+    rows.push(ucx::row());
     rows
 }

@@ -51,7 +51,7 @@ pub(crate) fn other_memory(root: &Root) -> Row {
     let pid = std::process::id().to_string();
     let tried = itself(&["try-memory", &pid, &(KNOWN.as_ptr() as usize).to_string()]);
     match tried {
-        Ok(()) => Row::ok(NAME, format!("readable; {scope}")),
+        Ok(_) => Row::ok(NAME, format!("readable; {scope}")),
         Err(why) => {
             let mend = "only UCX's cma needs it; kvferry's shm and uds do not: sysctl -w kernel.yama.ptrace_scope=0, or \
                         --cap-add SYS_PTRACE for a container";
@@ -71,7 +71,6 @@ pub(crate) fn try_memory(pid: i32, address: usize) -> Result<ExitCode, CliError>
 pub(crate) fn libraries() -> Vec<Row> {
     [
         ("libibverbs", "libibverbs.so.1", "the transport rdma needs it: apt-get install libibverbs1 ibverbs-providers"),
-        ("libucp", "libucp.so.0", "the transport ucx needs it, 1.13 or later: apt-get install libucx0"),
         (
             "CUDA driver",
             "libcuda.so.1",
@@ -79,7 +78,7 @@ pub(crate) fn libraries() -> Vec<Row> {
         ),
     ]
     .map(|(name, file, mend)| match itself(&["try-library", file]) {
-        Ok(()) => Row::ok(name, format!("{file} opens")),
+        Ok(_) => Row::ok(name, format!("{file} opens")),
         Err(why) => Row::note(name, why, mend),
     })
     .into()
@@ -96,13 +95,13 @@ pub(crate) fn try_library(name: &str) -> Result<ExitCode, CliError> {
     })
 }
 
-/// Runs this program again, and gives the first line of what it complains about.
-fn itself(arguments: &[&str]) -> Result<(), String> {
+/// Runs this program again; gives what it prints, or the first line of what it complains about.
+pub(super) fn itself(arguments: &[&str]) -> Result<Vec<u8>, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let output =
         Command::new(program).args(arguments).stdin(Stdio::null()).output().map_err(|error| error.to_string())?;
     if output.status.success() {
-        return Ok(());
+        return Ok(output.stdout);
     }
     let said = String::from_utf8_lossy(&output.stderr);
     let line = said.lines().next().map(|line| line.trim_start_matches("kvferry: ").to_owned());
