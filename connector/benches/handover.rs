@@ -1,11 +1,12 @@
-//! A whole hand-over through the contract, digests on both ends, beside the same bytes without digests and a raw socket pair.
+//! A whole hand-over through the contract, digests on both ends, beside the same bytes without digests and what moves them raw.
 //!
 //! Three figures for each size of run, taken in turn in the same rounds:
-//! - *hand-over*: two workers over TCP; a prompt whose KV is computed already is loaded, verified and released;
+//! - *hand-over*: two workers; a prompt whose KV is computed already is loaded, verified and released;
 //! - *digest*: the two passes that the hand-over makes over its bytes, alone, one after the other on one thread;
-//! - *raw*: two plain connections that move as many scattered blocks of the same size.
+//! - *raw*: as many scattered blocks of the same size, moved over two plain TCP connections, or, where the host's memory is shared,
+//!   copied by one thread.
 //!
-//! `cargo bench -p kvferry --bench handover -- [rounds]`
+//! `cargo bench -p kvferry --bench handover -- [rounds] [tcp|uds|cma|shm]`
 //!
 //! With the word `sweep` it compares numbers of movers and of posts in flight instead, a hand-over each in every round:
 //! `cargo bench -p kvferry --bench handover -- 9 sweep`
@@ -52,7 +53,42 @@ fn main() {
         ("512 KiB runs", "BLPNHC", 8, 8),
         ("2 MiB runs", "BLPNHC", 32, 8),
     ] {
-        measure(name, layout, layers, heads, rounds);
+        measure(name, layout, layers, heads, rounds, &path());
+    }
+}
+
+/// The way that the command line names.
+fn path() -> String {
+    let known = ["uds", "cma", "shm"];
+    std::env::args().find(|text| known.contains(&text.as_str())).unwrap_or_else(|| "tcp".to_owned())
+}
+
+/// What moves the same bytes without anything around it.
+enum Raw {
+    Sockets(Box<RawPair>),
+    Copy { source: Vec<u8>, target: Vec<u8>, block_bytes: usize },
+}
+
+impl Raw {
+    fn new(path: &str, block_bytes: usize) -> Self {
+        match path {
+            "cma" | "shm" => Self::Copy { source: vec![1; TOTAL_BYTES], target: vec![2; TOTAL_BYTES], block_bytes },
+            _ => Self::Sockets(Box::new(RawPair::new(2, TOTAL_BYTES, block_bytes, 512 << 10))),
+        }
+    }
+
+    fn run(&mut self) {
+        match self {
+            Self::Sockets(pair) => pair.run(TOTAL_BYTES),
+            Self::Copy { source, target, block_bytes } => {
+                let blocks = TOTAL_BYTES / *block_bytes;
+                for (from, to) in scattered(blocks, 7919).into_iter().zip(scattered(blocks, 104_729)) {
+                    let from = &source[from * *block_bytes..][..*block_bytes];
+                    target[to * *block_bytes..][..*block_bytes].copy_from_slice(from);
+                }
+                std::hint::black_box(target);
+            }
+        }
     }
 }
 
@@ -67,6 +103,7 @@ fn sweep(name: &str, layout: &str, extra: &str, layers: u16, heads: u16, rounds:
     for movers in [1, 2, 4] {
         for posts in [1, 2, 4, 8, 16] {
             let extra = format!("{extra}\nmovers = {movers}\nposts_in_flight = {posts}");
+            let extra = format!("{extra}\npaths = ['tcp']");
             let engines = ["prefill", "decode"].map(|role| engine(role, layout, shape(blocks), &extra));
             cases.push((movers, posts, engines, Vec::new()));
         }
@@ -88,24 +125,25 @@ fn shape(layers: u16, heads: u16, blocks: u32) -> KvShape {
     KvShape { layers, blocks, heads, tokens_per_block: TOKENS_PER_BLOCK, run_bytes: vec![RUN_BYTES; 2] }
 }
 
-fn measure(name: &str, layout: &str, layers: u16, heads: u16, rounds: usize) {
+fn measure(name: &str, layout: &str, layers: u16, heads: u16, rounds: usize, path: &str) {
     let shape = |blocks| shape(layers, heads, blocks);
     let blocks = (TOTAL_BYTES as u64 / shape(1).block_bytes()) as u32;
     let run_bytes = match layout {
         "LPBNHC" => (shape(1).block_bytes() / u64::from(layers) / 2) as usize,
         _ => shape(1).block_bytes() as usize,
     };
-    let mut prefill = engine("prefill", layout, shape(blocks), "");
-    let mut decode = engine("decode", layout, shape(blocks), "");
+    let extra = if path == "tcp" { "paths = ['tcp']".to_owned() } else { format!("paths = ['{path}', 'uds']") };
+    let mut prefill = engine("prefill", layout, shape(blocks), &extra);
+    let mut decode = engine("decode", layout, shape(blocks), &extra);
     let order = |step| scattered(blocks as usize, step).into_iter().map(|id| BlockId::new(id as u32)).collect();
     let (source, target): (Vec<BlockId>, Vec<BlockId>) = (order(7919), order(104_729));
-    let mut raw = RawPair::new(2, TOTAL_BYTES, run_bytes, 512 << 10);
+    let mut raw = Raw::new(path, run_bytes);
     let mut figures: [Vec<f64>; 3] = Default::default();
     for round in 0..=rounds {
         let times = [
             time(|| hand_over(&mut prefill, &mut decode, &source, &target, round)),
             time(|| digest_twice(&prefill.cache, &source)),
-            time(|| raw.run(TOTAL_BYTES)),
+            time(|| raw.run()),
         ];
         // The first round wakes everything.
         if round > 0 || rounds == 0 {
@@ -140,7 +178,7 @@ fn engine(role: &str, layout: &str, shape: KvShape, extra: &str) -> Engine {
         digest_scheme: "kvferry-1".into(),
         options: Options::default(),
     };
-    let cache = HostKvCache::new(shape, KvDtype::Bf16, layout.parse().expect("an order"), Placement::OneRegion)
+    let cache = HostKvCache::shareable(shape, KvDtype::Bf16, layout.parse().expect("an order"), Placement::OneRegion)
         .expect("memory");
     let shard = Shard::default();
     let transport =

@@ -114,7 +114,8 @@ impl Case {
             Some(LAYERS) => "all".to_owned(),
             Some(group) => group.to_string(),
         };
-        let mut extra = format!("link_gbps = {gbps:?}\n");
+        // It stands for a network: nothing is to go past it through the host's memory.
+        let mut extra = format!("paths = ['tcp']\nlink_gbps = {gbps:?}\n");
         if let Some(group) = group {
             extra.push_str(&format!("layer_group = {group}\n"));
         }

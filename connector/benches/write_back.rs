@@ -149,7 +149,9 @@ fn step(engine: &mut Engine, scheduled: &ScheduledStep) -> bool {
 }
 
 fn engine(role: &str, layout: &str, shape: KvShape, gbps: f64, tier_bytes: u64) -> Engine {
-    let text = format!("engine_id = '{role}'\nrole = '{role}'\nlink_gbps = {gbps:.3}\ntier_bytes = {tier_bytes}");
+    let text = format!(
+        "engine_id = '{role}'\nrole = '{role}'\npaths = ['tcp']\nlink_gbps = {gbps:.3}\ntier_bytes = {tier_bytes}"
+    );
     let mut raw = RawConfig::from_toml(&text).expect("TOML");
     raw.psk = Some(PreSharedKey::new(&[7; 32], "bench").expect("a legal key"));
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).expect("a legal configuration");

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile, Transport};
 
 use crate::config::{ConnectorConfig, TransportKind};
 use crate::error::ConnectorError;
+use crate::keys;
 
 /// Opens a worker's transport: binds its listener, and proves itself to peers with `greeting`
 /// ([`greeting`](crate::pd::greeting) of the worker's cache).
@@ -22,10 +22,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
         let problem = "it joins workers of one process; make one with LoopbackNetwork, or write \"tcp\"".to_owned();
         return Err(refuse("transport", problem));
     }
-    let Some(psk) = &network.psk else {
-        return Err(refuse("psk_file", "tcp needs the cluster's key; name its file, or set KVFERRY_PSK".to_owned()));
-    };
-    let key = ClusterKey::new(psk.expose()).map_err(|error| refuse("psk_file", error.to_string()))?;
+    let keys = keys::keys(network)?;
     let defaults = TcpConfigFile::default();
     // At most an hour, so it fits. Four words are due in the time after which silence is believed.
     let silence_ms = config.deadlines().silence.as_millis() as u64;
@@ -45,7 +42,10 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
     };
     let tcp =
         TcpConfig::try_from(file).map_err(|error| refuse(error.key, format!("{}: {}", error.found, error.fix)))?;
-    let endpoint = Tcp::bind(tcp, key, config.peer().clone(), greeting);
+    let endpoint = Tcp::bind(tcp, keys, config.peer().clone(), greeting);
     let what = || format!("cannot listen on {}", network.listen);
-    Ok(Arc::new(endpoint.map_err(|source| ConnectorError::Transport { what: what(), source })?))
+    let endpoint: Arc<dyn Transport> =
+        Arc::new(endpoint.map_err(|source| ConnectorError::Transport { what: what(), source })?);
+    keys::watch(&endpoint, network).map_err(|error| refuse("psk_file", format!("no thread to watch it: {error}")))?;
+    Ok(endpoint)
 }

@@ -14,7 +14,7 @@ use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::{Node, RawPair, peer, scattered};
-use kvferry_transport::{Event, GrantKey, Source, Tcp, TcpConfig, TcpConfigFile, Transport, Write};
+use kvferry_transport::{Event, GrantKey, PathKind, Source, Tcp, TcpConfig, TcpConfigFile, Transport, Write};
 
 const ARENA_BYTES: usize = 128 << 20;
 const WRITE_BYTES: usize = 8 << 20;
@@ -173,6 +173,7 @@ impl Ours {
     fn new(options: &Options, block_bytes: usize) -> Self {
         let make = |peer, greeting| -> Box<dyn Transport> {
             let file = TcpConfigFile {
+                paths: vec![PathKind::Tcp],
                 lanes_same_host: options.lanes,
                 data_threads: options.threads,
                 frame_bytes: options.frame_bytes,

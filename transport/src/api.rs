@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
+use kvferry_protocol::wire::ClusterKeys;
 use kvferry_protocol::{PeerId, RegionId};
 
 use crate::error::TransportError;
@@ -88,6 +89,10 @@ pub trait Transport: Send + Sync + 'static {
 
     /// Moves events into `events`; waits up to `timeout` if there are none.
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration);
+
+    /// Changes the keys by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from now on uses these.
+    /// A transport without proofs does nothing.
+    fn set_keys(&self, keys: ClusterKeys);
 
     /// Counters since the start.
     fn stats(&self) -> TransportStats;

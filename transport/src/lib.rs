@@ -12,6 +12,7 @@ mod error;
 mod ffi;
 mod loopback;
 mod raw;
+pub mod rdma;
 mod share;
 mod tcp;
 #[cfg(feature = "testing")]

@@ -12,8 +12,8 @@ use common::{
 };
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::{
-    Challenge, ClusterKey, Declined, Dialler, FrameHeader, FrameKind, HandshakeError, Introduction, Refusal, VERSIONS,
-    Verdict, VersionRange,
+    Challenge, ClusterKey, ClusterKeys, Declined, Dialler, FrameHeader, FrameKind, HandshakeError, Introduction,
+    Refusal, VERSIONS, Verdict, VersionRange,
 };
 use kvferry_protocol::{PeerId, RegionId};
 use kvferry_transport::testing::{Node, PATIENCE, Proxy, ProxyPlan, peer};
@@ -97,6 +97,43 @@ fn a_peer_with_another_key_is_refused_on_both_sides() {
     b.wait_stats("the refusal is counted", |stats| stats.refused_peers > 0);
     assert_eq!(b.transport.stats().sessions_up, 0);
     assert!(b.drain().is_empty(), "a stranger makes no event");
+}
+
+/// As `ClusterKeys` says: the new key beside the old one everywhere, then the other way round, then alone.
+#[test]
+fn a_cluster_changes_its_key_while_sessions_go_on() {
+    let [old, new] = [7, 8].map(|byte| ClusterKey::new(&[byte; 32]).unwrap());
+    let mut a = node_with_key("a", config(), 4096, old.clone());
+    let mut b = node_with_key("b", config(), 4096, old.clone());
+    a.meet(&mut b);
+    let both = |own: &ClusterKey, other: &ClusterKey| ClusterKeys::new(own.clone(), vec![other.clone()]);
+    let steps = [
+        (both(&old, &new), both(&old, &new)),
+        (both(&new, &old), both(&old, &new)),
+        (both(&new, &old), both(&new, &old)),
+        (both(&new, &old), new.clone().into()),
+        (new.clone().into(), new.clone().into()),
+    ];
+    let works = |a: &mut Node, b: &mut Node| {
+        let grant = b.grant(&a.peer, 0, 64);
+        let post = a.post(&b.peer, grant, 0, 0, 0, 64);
+        a.wait_posted(post).unwrap();
+        b.transport.revoke(grant);
+    };
+    for (at, (of_a, of_b)) in steps.into_iter().enumerate() {
+        a.transport.set_keys(of_a);
+        b.transport.set_keys(of_b);
+        works(&mut a, &mut b); // what is up stays up
+        b.transport.disconnect(&a.peer, "to prove itself anew");
+        a.wait_down(&b.peer.clone());
+        a.wait_up(&b.peer.clone());
+        b.wait_up(&a.peer.clone());
+        works(&mut a, &mut b);
+        assert_eq!(a.transport.stats().refused_peers, 0, "step {at}");
+    }
+    a.transport.set_keys(old.into());
+    b.transport.disconnect(&a.peer, "to prove itself anew");
+    a.wait("a refusal", |event| matches!(event, Event::Down { reason: TransportError::Authentication { .. }, .. }));
 }
 
 #[test]

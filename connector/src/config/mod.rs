@@ -38,7 +38,9 @@ use kvferry_protocol::Incarnation;
 pub use error::ConfigError;
 pub use psk::PreSharedKey;
 pub use raw::{KEYS, Key, Origins, RawConfig, table};
-pub use typed::{ConnectorConfig, Deadlines, Limits, LoadFailurePolicy, Network, Role, TransferOrder, TransportKind};
+pub use typed::{
+    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Network, Role, TransferOrder, TransportKind,
+};
 
 impl ConnectorConfig {
     /// Reads the file, if there is one, lays the environment over it (`std::env::vars_os()`), and checks the whole.

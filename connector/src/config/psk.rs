@@ -12,7 +12,7 @@ impl PreSharedKey {
     /// The shortest key, in bytes.
     pub const MIN_BYTES: usize = 16;
     /// The longest key, in bytes.
-    pub const MAX_BYTES: usize = 1024;
+    pub const MAX_BYTES: usize = 64;
 
     /// Takes a key; line ends after it, as editors and `echo` leave them, are not part of it. `origin` says in an error where
     /// it came from.

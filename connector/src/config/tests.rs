@@ -69,6 +69,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("advertise", "'[fd00::1]:7400'"),
         ("peers", "['10.0.0.1:1', '10.0.0.2:2']"),
         ("psk_file", "'Cargo.toml'"),
+        ("psk_also_file", "'Cargo.toml'"),
         ("lanes", "2"),
         ("paths", "['uds', 'tcp']"),
         ("link_gbps", "12.5"),
@@ -107,7 +108,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
     let mut environment = RawConfig::default();
     environment.overlay_env(variables).unwrap();
     assert_eq!(file, environment);
-    let raw = RawConfig { psk_file: None, ..file };
+    let raw = RawConfig { psk_file: None, psk_also_file: None, ..file };
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
     assert_eq!(config.peer().to_string(), "d.1#1/pp2tp3");
     assert_eq!(config.deadlines().verdict, Duration::from_millis(400));
@@ -159,6 +160,7 @@ fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
         ("advertise = '0.0.0.0:7400'", ["advertise = 0.0.0.0:7400", "dialled", ""]),
         ("peers = ['1.2.3.4:5', '1.2.3.4:0']", ["peers = 1.2.3.4:0", "port 0", ""]),
         ("peers = '1.2.3.4:5'", ["peers", "expected a list", ""]),
+        ("listen = '10.0.0.7:1'\nadvertise = '127.0.0.1:1'", ["advertise = 127.0.0.1:1", "find themselves", ""]),
         ("paths = ['tpc']", ["paths = tpc", "shm, cma, uds and tcp", ""]),
         ("paths = []", ["paths = nothing", "shm, cma, uds and tcp", ""]),
         ("link_gbps = 0.0", ["link_gbps = 0", "more than 0", ""]),
@@ -219,12 +221,12 @@ fn the_pre_shared_key_is_read_from_a_file_without_its_line_end() {
     std::fs::write(&path, "short\n").unwrap();
     let error = told(&load(&toml, &[]).unwrap_err());
     assert!(
-        error.contains(&format!("psk_file {} has 5 bytes", path.display())) && error.contains("16 to 1024"),
+        error.contains(&format!("psk_file {} has 5 bytes", path.display())) && error.contains("16 to 64"),
         "{error}"
     );
     std::fs::write(&path, vec![b'x'; 3000]).unwrap();
     let error = told(&load(&toml, &[]).unwrap_err());
-    assert!(error.contains("more than 2048 bytes"), "{error}");
+    assert!(error.contains("more than 128 bytes"), "{error}");
     std::fs::remove_dir_all(&folder).unwrap();
     let error = told(&load(&toml, &[]).unwrap_err());
     assert!(error.contains("psk_file names") && error.contains("No such file"), "{error}");

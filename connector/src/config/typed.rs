@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU32};
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
@@ -171,12 +171,49 @@ pub struct Network {
     pub peers: Vec<SocketAddr>,
     /// The cluster's secret; always there for TCP.
     pub psk: Option<PreSharedKey>,
+    /// Another key that peers may prove themselves with.
+    pub psk_also: Option<PreSharedKey>,
+    /// The files that the keys came from, to be read again when they change.
+    pub psk_files: KeyFiles,
     /// Data connections to each peer; `None`: what the transport found best.
     pub lanes: Option<NonZeroU16>,
     /// Ways that K/V may go; not empty.
     pub paths: Vec<PathKind>,
     /// Most gigabits (10^9 bits) a second sent over one link; finite and above 0.
     pub link_gbps: Option<f64>,
+}
+
+/// Where keys came from; `None` for what did not come from a file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeyFiles {
+    /// `psk_file`.
+    pub own: Option<PathBuf>,
+    /// `psk_also_file`.
+    pub also: Option<PathBuf>,
+}
+
+impl KeyFiles {
+    /// Reads a key from its file.
+    ///
+    /// # Errors
+    /// [`ConfigError::Read`] or [`ConfigError::Psk`].
+    pub(crate) fn read(key: &'static str, path: &Path) -> Result<PreSharedKey, ConfigError> {
+        PreSharedKey::new(&Self::bytes(key, path)?, &format!("{key} {}", path.display()))
+    }
+
+    /// Reads the other key; an empty file holds none.
+    ///
+    /// # Errors
+    /// [`ConfigError::Read`] or [`ConfigError::Psk`].
+    pub(crate) fn read_other(path: &Path) -> Result<Option<PreSharedKey>, ConfigError> {
+        const KEY: &str = "psk_also_file";
+        if Self::bytes(KEY, path)?.trim_ascii().is_empty() { Ok(None) } else { Self::read(KEY, path).map(Some) }
+    }
+
+    fn bytes(key: &'static str, path: &Path) -> Result<Vec<u8>, ConfigError> {
+        let refuse = |source| ConfigError::Read { key, path: path.to_owned(), source };
+        read_limited(path, 2 * PreSharedKey::MAX_BYTES as u64).map_err(refuse)
+    }
 }
 
 /// How long each thing may take. None is zero, none above an hour.
@@ -328,9 +365,15 @@ impl TryFrom<RawConfig> for Network {
             let fix = "set advertise to the IP and port by which peers reach this host, or listen on that IP";
             return Err(value("listen", listen, fix.into()));
         }
-        let psk = match (raw.psk, raw.psk_file) {
+        if let Some(told) = advertise.filter(|told| told.ip().is_loopback() && !listen.ip().is_loopback()) {
+            let fix =
+                "peers on other hosts would find themselves there; write the IP by which they reach this host".into();
+            return Err(value("advertise", told, fix));
+        }
+        let is_read = raw.psk.is_none();
+        let psk = match (raw.psk, &raw.psk_file) {
             (Some(psk), _) => Some(psk),
-            (None, Some(path)) => Some(read_psk(path.into())?),
+            (None, Some(path)) => Some(KeyFiles::read("psk_file", Path::new(path))?),
             (None, None) if transport == TransportKind::Tcp => {
                 let fix =
                     "put 16 random bytes or more into a file and name it (openssl rand -hex 32), or set KVFERRY_PSK";
@@ -338,6 +381,7 @@ impl TryFrom<RawConfig> for Network {
             }
             (None, None) => None,
         };
+        let psk_also = raw.psk_also_file.map(PathBuf::from);
         let paths = raw.paths.unwrap_or_else(|| PathKind::ALL.map(|path| path.name().to_owned()).to_vec());
         if let Some(gbps) = raw.link_gbps.filter(|gbps| !(*gbps > 0.0 && *gbps <= 100_000.0)) {
             return Err(value("link_gbps", gbps, "write more than 0 and at most 100000, or leave it out".into()));
@@ -352,6 +396,8 @@ impl TryFrom<RawConfig> for Network {
             advertise,
             peers: peers.iter().map(|text| reachable("peers", text)).collect::<Result<_, _>>()?,
             psk,
+            psk_also: psk_also.as_deref().map(KeyFiles::read_other).transpose()?.flatten(),
+            psk_files: KeyFiles { own: raw.psk_file.filter(|_| is_read).map(PathBuf::from), also: psk_also },
             lanes: raw
                 .lanes
                 .map(|lanes| number("lanes", Some(lanes), 1, 1..=64))
@@ -415,13 +461,6 @@ fn reachable(key: &str, text: &str) -> Result<SocketAddr, ConfigError> {
         return Err(value(key, address, fix.into()));
     }
     Ok(address)
-}
-
-fn read_psk(path: PathBuf) -> Result<PreSharedKey, ConfigError> {
-    match read_limited(&path, 2 * PreSharedKey::MAX_BYTES as u64) {
-        Ok(bytes) => PreSharedKey::new(&bytes, &format!("psk_file {}", path.display())),
-        Err(source) => Err(ConfigError::Read { key: "psk_file", path, source }),
-    }
 }
 
 const MAX_PEERS: usize = 4096;

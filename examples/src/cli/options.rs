@@ -92,7 +92,7 @@ pub struct LinkOptions {
     /// How KV blocks travel
     #[arg(long, value_enum)]
     pub transport: Option<TransportKind>,
-    /// Limits what each side sends to so many gigabits a second
+    /// Limits what each side sends to so many gigabits a second, over TCP as a network would (unless `paths` is configured)
     #[arg(long, value_name = "GBPS", value_parser = gbps)]
     pub link_gbps: Option<f64>,
     /// Which side of a transfer speaks first; the same on both sides
@@ -155,6 +155,10 @@ impl LinkOptions {
             raw.listen = Some(listen.to_string());
         }
         raw.link_gbps = self.link_gbps.or(raw.link_gbps);
+        if raw.link_gbps.is_some() && raw.paths.is_none() {
+            // A link that is limited stands for a network: nothing is to go past it through the host's memory.
+            raw.paths = Some(vec!["tcp".to_owned()]);
+        }
         Ok(raw)
     }
 }

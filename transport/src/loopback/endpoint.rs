@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::{MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
+use kvferry_protocol::wire::{ClusterKeys, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::link::End;
@@ -250,6 +250,8 @@ impl Transport for Loopback {
             }
         }
     }
+
+    fn set_keys(&self, _: ClusterKeys) {}
 
     fn stats(&self) -> TransportStats {
         self.shared.core.stats()

@@ -228,8 +228,8 @@ impl Driver<'_> {
                 continue; // dropped: not even told that we are busy
             }
             let deadline = Instant::now() + self.shared.config.handshake;
-            let (key, versions) = (self.shared.key.clone(), self.shared.config.versions);
-            let listener = Listener::new(key, versions, random(), deadline, unproved >= limit);
+            let versions = self.shared.config.versions;
+            let listener = Listener::new(self.shared.keys(), versions, random(), deadline, unproved >= limit);
             self.handshaking.push(Handshaking::new(stream, Role::Accepted, name, Machine::Listener(listener)));
         }
         AcceptEnd::More
@@ -317,7 +317,7 @@ impl Driver<'_> {
     fn shake_over(&mut self, stream: Stream, role: Role, name: String, introduction: Introduction) {
         let config = &self.shared.config;
         let deadline = Instant::now() + config.handshake;
-        let dialler = Dialler::new(self.shared.key.clone(), config.versions, introduction, random(), deadline);
+        let dialler = Dialler::new(self.shared.keys().own().clone(), config.versions, introduction, random(), deadline);
         self.handshaking.push(Handshaking::new(stream, role, name, Machine::Dialler(dialler)));
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{
-    ClusterKey, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
+    ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
 };
 use kvferry_protocol::{PeerId, RegionId};
 
@@ -44,7 +44,7 @@ pub struct Tcp {
 pub(crate) struct Shared {
     pub(crate) core: Core,
     pub(crate) config: TcpConfig,
-    pub(crate) key: ClusterKey,
+    keys: Mutex<ClusterKeys>,
     pub(crate) peer: PeerId,
     pub(crate) greeting: Bytes,
     pub(crate) address: SocketAddr,
@@ -72,12 +72,17 @@ pub(crate) enum Command {
 }
 
 impl Tcp {
-    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `key` is the cluster's.
+    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `keys` are the cluster's.
     ///
     /// # Errors
     /// [`TransportError::Io`] if the address cannot be listened on; [`TransportError::Limit`] if the greeting is too long.
-    pub fn bind(config: TcpConfig, key: ClusterKey, peer: PeerId, greeting: Bytes) -> Result<Self, TransportError> {
-        Self::bind_with(config, key, peer, greeting, Bug::default())
+    pub fn bind(
+        config: TcpConfig,
+        keys: impl Into<ClusterKeys>,
+        peer: PeerId,
+        greeting: Bytes,
+    ) -> Result<Self, TransportError> {
+        Self::bind_with(config, keys.into(), peer, greeting, Bug::default())
     }
 
     /// The same with a bug, so that a test can prove that it is seen.
@@ -87,17 +92,17 @@ impl Tcp {
     #[cfg(feature = "planted")]
     pub fn bind_planted(
         config: TcpConfig,
-        key: ClusterKey,
+        key: kvferry_protocol::wire::ClusterKey,
         peer: PeerId,
         greeting: Bytes,
         bug: crate::Planted,
     ) -> Result<Self, TransportError> {
-        Self::bind_with(config, key, peer, greeting, Bug::plant(bug))
+        Self::bind_with(config, key.into(), peer, greeting, Bug::plant(bug))
     }
 
     fn bind_with(
         config: TcpConfig,
-        key: ClusterKey,
+        keys: ClusterKeys,
         peer: PeerId,
         greeting: Bytes,
         bug: Bug,
@@ -127,7 +132,7 @@ impl Tcp {
             core: Core::new(config.max_grants, config.max_events, bug),
             data: data.map_err(broken("make an eventfd"))?,
             waker: Waker::new().map_err(broken("make an eventfd"))?,
-            key,
+            keys: Mutex::new(keys),
             peer,
             greeting,
             address,
@@ -161,6 +166,10 @@ impl Tcp {
 impl Shared {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn keys(&self) -> ClusterKeys {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn command(&self, command: Command) {
@@ -305,6 +314,10 @@ impl Transport for Tcp {
             self.shared.wake_data();
             self.shared.waker.wake();
         }
+    }
+
+    fn set_keys(&self, keys: ClusterKeys) {
+        *self.shared.keys.lock().unwrap_or_else(PoisonError::into_inner) = keys;
     }
 
     fn stats(&self) -> TransportStats {

@@ -43,6 +43,42 @@ impl fmt::Debug for ClusterKey {
     }
 }
 
+/// The keys that an endpoint holds: the one by which it proves itself when it dials, and others that it takes from diallers, too,
+/// while a cluster changes its key. First every engine is given the new key as another one, then as its own, then without the old.
+#[derive(Clone, Debug)]
+pub struct ClusterKeys {
+    own: ClusterKey,
+    also: Vec<ClusterKey>,
+}
+
+impl ClusterKeys {
+    /// The most other keys.
+    pub const MAX_OTHERS: usize = 3;
+
+    /// One key of its own and others; those over [`MAX_OTHERS`](Self::MAX_OTHERS) are left out.
+    #[must_use]
+    pub fn new(own: ClusterKey, mut also: Vec<ClusterKey>) -> Self {
+        also.truncate(Self::MAX_OTHERS);
+        Self { own, also }
+    }
+
+    /// The key to dial with.
+    #[must_use]
+    pub fn own(&self) -> &ClusterKey {
+        &self.own
+    }
+
+    fn all(&self) -> impl Iterator<Item = &ClusterKey> {
+        std::iter::once(&self.own).chain(&self.also)
+    }
+}
+
+impl From<ClusterKey> for ClusterKeys {
+    fn from(own: ClusterKey) -> Self {
+        Self::new(own, Vec::new())
+    }
+}
+
 /// What binds a session's data lanes to its control lane; derived on both sides, never sent.
 #[derive(Clone)]
 pub struct LaneSecret(pub(crate) [u8; PROOF_BYTES]);
@@ -108,6 +144,11 @@ impl Transcript {
     /// Whether the proof is right. Takes the same time for every wrong proof.
     pub(crate) fn verify(&self, key: &ClusterKey, label: &[u8], proof: &[u8]) -> bool {
         mac(key.bytes(), &[label, &self.0]).verify_slice(proof).is_ok()
+    }
+
+    /// Which of the keys a proof is right under. Takes the same time for every wrong proof.
+    pub(crate) fn prover<'a>(&self, keys: &'a ClusterKeys, label: &[u8], proof: &[u8]) -> Option<&'a ClusterKey> {
+        keys.all().filter(|key| self.verify(key, label, proof)).fold(None, |_, key| Some(key))
     }
 
     pub(crate) fn seal_key(&self, key: &ClusterKey) -> SealKey {

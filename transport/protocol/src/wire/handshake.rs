@@ -10,8 +10,8 @@
 use std::time::Instant;
 
 use crate::wire::auth::{
-    ClusterKey, DIALLER_PROOF, IDENTITY_SEAL, LISTENER_PROOF, LaneSecret, PROOF_BYTES, SealKey, Transcript,
-    VERDICT_SEAL,
+    ClusterKey, ClusterKeys, DIALLER_PROOF, IDENTITY_SEAL, LISTENER_PROOF, LaneSecret, PROOF_BYTES, SealKey,
+    Transcript, VERDICT_SEAL,
 };
 use crate::wire::error::{HandshakeError, HandshakeStep, WireError};
 use crate::wire::hello::{Challenge, HELLO_BYTES, Hello, LaneKind, VersionRange, version_error};
@@ -191,7 +191,7 @@ impl Dialler {
 
 /// The side that accepted the connection.
 pub struct Listener {
-    key: ClusterKey,
+    keys: ClusterKeys,
     versions: VersionRange,
     nonce: [u8; 32],
     deadline: Instant,
@@ -212,8 +212,14 @@ enum ListenerState {
 impl Listener {
     /// Starts a handshake; `nonce` is 32 fresh random bytes. A `busy` listener answers the hello by saying so, and no more.
     #[must_use]
-    pub fn new(key: ClusterKey, versions: VersionRange, nonce: [u8; 32], deadline: Instant, busy: bool) -> Self {
-        Self { key, versions, nonce, deadline, busy, output: None, state: ListenerState::Hello }
+    pub fn new(
+        keys: impl Into<ClusterKeys>,
+        versions: VersionRange,
+        nonce: [u8; 32],
+        deadline: Instant,
+        busy: bool,
+    ) -> Self {
+        Self { keys: keys.into(), versions, nonce, deadline, busy, output: None, state: ListenerState::Hello }
     }
 
     /// How many bytes to feed next; 0 when a verdict is due or the handshake is over.
@@ -276,14 +282,14 @@ impl Listener {
                 Ok(Step::More)
             }
             ListenerState::DiallerProof { version, lane, mut transcript } => {
-                if !transcript.verify(&self.key, DIALLER_PROOF, bytes) {
+                let Some(key) = transcript.prover(&self.keys, DIALLER_PROOF, bytes) else {
                     return Err(HandshakeError::Proof { step });
-                }
+                };
                 transcript.add(bytes);
-                let proof = transcript.proof(&self.key, LISTENER_PROOF);
+                let proof = transcript.proof(key, LISTENER_PROOF);
                 transcript.add(&proof);
                 self.output = Some(proof.to_vec());
-                let seal = transcript.seal_key(&self.key);
+                let seal = transcript.seal_key(key);
                 self.state = ListenerState::IdentityPrefix { version, lane, seal };
                 Ok(Step::More)
             }

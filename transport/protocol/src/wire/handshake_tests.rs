@@ -72,6 +72,19 @@ fn talk(
 }
 
 #[test]
+fn a_listener_takes_its_own_key_and_the_others_and_no_third() {
+    for (dialler_key, is_taken) in [(7, true), (8, true), (9, true), (10, false)] {
+        let introduction = Introduction::Peer(identity("d", 0));
+        let mut dialler = Dialler::new(key(dialler_key), VERSIONS, introduction, [1; 32], Instant::now());
+        let keys = ClusterKeys::new(key(7), vec![key(8), key(9)]);
+        let mut listener = Listener::new(keys, VERSIONS, [2; 32], Instant::now(), false);
+        let (established, said) = talk(&mut dialler, &mut listener, |_, _| {});
+        assert_eq!(said.is_ok(), is_taken, "{dialler_key}");
+        assert_eq!(established.unwrap().is_some(), is_taken, "{dialler_key}");
+    }
+}
+
+#[test]
 fn both_sides_prove_themselves_and_learn_who_the_other_is() {
     let (mut dialler, mut listener) = peers(7, VERSIONS);
     let (established, said) = talk(&mut dialler, &mut listener, |_, _| {});

@@ -27,7 +27,7 @@ mod offer;
 mod slice;
 mod table;
 
-pub use auth::{ClusterKey, LaneSecret};
+pub use auth::{ClusterKey, ClusterKeys, LaneSecret};
 pub use error::{ClusterKeyError, HandshakeError, HandshakeStep, WireError};
 pub use frame::{
     FrameHeader, FrameKind, MAX_CARD_BYTES, MAX_GOODBYE_BYTES, MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, MAX_TABLE_BYTES,

@@ -1,0 +1,287 @@
+//! Registered memory, here and at a peer, and which bytes go where.
+//!
+//! A region is registered on every rail, in pieces that are not longer than any of the devices takes. A piece has one [`Key`] for all
+//! rails; each rail has its own key of the device for it.
+
+use std::sync::{PoisonError, RwLock};
+
+use super::device::{Rail, failed};
+use super::error::RdmaError;
+use super::ffi::MemoryRegion;
+use super::work::{Key, Run};
+use crate::raw::Region;
+
+/// What a peer must know of a region to write into it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct RegionKeys {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    /// Bytes of each piece but the last.
+    pub(crate) piece_bytes: u64,
+    /// Of each piece, each rail's key.
+    pub(crate) pieces: Vec<Vec<u32>>,
+}
+
+/// The memory of one endpoint, on all its rails.
+pub(crate) struct Registered {
+    piece_bytes: u64,
+    state: RwLock<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Of each piece, by its key, each rail's registration.
+    pieces: Vec<Vec<MemoryRegion>>,
+    regions: Vec<Span>,
+    /// The regions' indices by address.
+    by_address: Vec<usize>,
+}
+
+#[derive(Clone, Copy)]
+struct Span {
+    address: u64,
+    bytes: u64,
+    first: u32,
+}
+
+impl Registered {
+    /// For devices of which none registers more than `piece_bytes` at once.
+    pub(crate) fn new(piece_bytes: u64) -> Self {
+        // Whole huge pages, so that no piece ends inside of one.
+        const HUGE_PAGE: u64 = 2 << 20;
+        let piece_bytes =
+            if piece_bytes >= HUGE_PAGE { piece_bytes - piece_bytes % HUGE_PAGE } else { piece_bytes.max(1) };
+        Self { piece_bytes, state: RwLock::default() }
+    }
+
+    /// Registers a region on every rail; gives its index.
+    pub(crate) fn add(&self, rails: &[Rail], region: Region) -> Result<usize, RdmaError> {
+        let whole = region.run(0, region.bytes()).map_or(0, |run| run.start() as u64);
+        let mut pieces = Vec::new();
+        for (at, bytes) in piece_spans(region.bytes(), self.piece_bytes) {
+            let Some(run) = region.run(at, bytes) else { continue };
+            let mut on_rails = Vec::with_capacity(rails.len());
+            for rail in rails {
+                let registered = MemoryRegion::new(&rail.domain, run, true);
+                let call = || format!("reg_mr of {bytes} bytes at {:#x}", run.start() as u64);
+                on_rails.push(registered.map_err(|error| failed(&rail.facts.device, &call(), error))?);
+            }
+            pieces.push(on_rails);
+        }
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *state;
+        let (index, first) = (state.regions.len(), state.pieces.len() as u32);
+        let region = Span { address: whole, bytes: region.bytes(), first };
+        let place = state.by_address.partition_point(|other| state.regions[*other].address < region.address);
+        state.by_address.insert(place, index);
+        state.regions.push(region);
+        state.pieces.append(&mut pieces);
+        Ok(index)
+    }
+
+    /// What peers are told of a region.
+    pub(crate) fn keys(&self, index: usize) -> Option<RegionKeys> {
+        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        let Span { address, bytes, first } = *state.regions.get(index)?;
+        let count = bytes.div_ceil(self.piece_bytes) as usize;
+        let pieces = state.pieces.iter().skip(first as usize).take(count);
+        let pieces = pieces.map(|rails| rails.iter().map(|region| region.remote_key).collect()).collect();
+        Some(RegionKeys { address, bytes, piece_bytes: self.piece_bytes, pieces })
+    }
+
+    /// Calls `piece(key, address, bytes)` for the parts of a range, each in one piece.
+    pub(crate) fn locate(
+        &self,
+        address: u64,
+        bytes: u64,
+        mut piece: impl FnMut(Key, u64, u64),
+    ) -> Result<(), RdmaError> {
+        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        let end = address.saturating_add(bytes);
+        let place = state.by_address.partition_point(|region| state.regions[*region].address <= address);
+        let mut fitting = state.by_address[..place].iter().rev().map(|region| state.regions[*region]);
+        let region = fitting.find(|region| end <= region.address + region.bytes);
+        let region = region.ok_or(RdmaError::NotRegistered { start: address, end })?;
+        split(region.address, region.first, self.piece_bytes, address, bytes, &mut piece);
+        Ok(())
+    }
+
+    /// All keys of one rail, to look up many without a lock each.
+    pub(crate) fn copy_local_keys(&self, rail: usize, into: &mut Vec<u32>) {
+        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        if into.len() < state.pieces.len() {
+            into.extend(state.pieces[into.len()..].iter().map(|rails| rails[rail].local_key));
+        }
+    }
+}
+
+/// What a peer has told of its regions.
+#[derive(Debug, Default)]
+pub(crate) struct PeerMemory {
+    regions: Vec<(RegionKeys, u32)>,
+    keys: Vec<Vec<u32>>,
+}
+
+/// The most pieces of a peer's regions that are remembered.
+pub(crate) const MAX_PEER_PIECES: usize = 1 << 16;
+
+impl PeerMemory {
+    /// Takes what a peer says of its next region; `rails` is how many the peer has.
+    pub(crate) fn add(&mut self, region: RegionKeys, rails: usize) -> Result<(), RdmaError> {
+        let refuse = |problem: String| Err(RdmaError::Parameters { problem });
+        let is_whole = region.piece_bytes > 0
+            && region.bytes.div_ceil(region.piece_bytes) == region.pieces.len() as u64
+            && region.address.checked_add(region.bytes).is_some()
+            && region.pieces.iter().all(|keys| keys.len() == rails);
+        if !is_whole || region.bytes == 0 {
+            return refuse(format!("region {} has other pieces or keys than its length asks for", self.regions.len()));
+        }
+        if self.keys.len() + region.pieces.len() > MAX_PEER_PIECES {
+            return refuse(format!(
+                "its regions have more than {MAX_PEER_PIECES} pieces; register less, or larger pages"
+            ));
+        }
+        let first = self.keys.len() as u32;
+        self.keys.extend(region.pieces.iter().cloned());
+        self.regions.push((region, first));
+        Ok(())
+    }
+
+    /// Calls `piece(key, address, bytes)` for the parts of a range of a region, each in one piece.
+    pub(crate) fn locate(
+        &self,
+        region: usize,
+        offset: u64,
+        bytes: u64,
+        mut piece: impl FnMut(Key, u64, u64),
+    ) -> Result<(), RdmaError> {
+        let known =
+            self.regions.get(region).filter(|(keys, _)| offset.checked_add(bytes).is_some_and(|end| end <= keys.bytes));
+        let Some((keys, first)) = known else {
+            let problem = format!("bytes {offset}..{} of region {region} are not there", offset.saturating_add(bytes));
+            return Err(RdmaError::Parameters { problem });
+        };
+        split(keys.address, *first, keys.piece_bytes, keys.address + offset, bytes, &mut piece);
+        Ok(())
+    }
+
+    /// A rail's key of the peer's device for writing a piece.
+    pub(crate) fn remote_key(&self, key: Key, rail: usize) -> Option<u32> {
+        self.keys.get(key.0 as usize)?.get(rail).copied()
+    }
+}
+
+fn piece_spans(bytes: u64, piece_bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+    (0..bytes.div_ceil(piece_bytes)).map(move |at| (at * piece_bytes, piece_bytes.min(bytes - at * piece_bytes)))
+}
+
+fn split(
+    base: u64,
+    first: u32,
+    piece_bytes: u64,
+    mut address: u64,
+    mut bytes: u64,
+    piece: &mut impl FnMut(Key, u64, u64),
+) {
+    while bytes > 0 {
+        let (index, within) = ((address - base) / piece_bytes, (address - base) % piece_bytes);
+        let take = bytes.min(piece_bytes - within);
+        piece(Key(first + index as u32), address, take);
+        address += take;
+        bytes -= take;
+    }
+}
+
+/// Two lists of pieces, of the same length together, cut at each other's borders.
+pub(crate) fn intersect(local: &[(Key, u64, u64)], remote: &[(Key, u64, u64)]) -> Vec<Run> {
+    let mut runs = Vec::with_capacity(local.len().max(remote.len()));
+    let (mut l, mut r) = (0, 0);
+    let (mut skip_l, mut skip_r) = (0, 0);
+    while let (Some((local_key, from, local_bytes)), Some((remote_key, to, remote_bytes))) =
+        (local.get(l), remote.get(r))
+    {
+        let bytes = (local_bytes - skip_l).min(remote_bytes - skip_r);
+        if bytes > 0 {
+            let (local, remote) = (from + skip_l, to + skip_r);
+            runs.push(Run { local, local_key: *local_key, remote, remote_key: *remote_key, bytes });
+        }
+        (skip_l, skip_r) = (skip_l + bytes, skip_r + bytes);
+        if skip_l == *local_bytes {
+            (l, skip_l) = (l + 1, 0);
+        }
+        if skip_r == *remote_bytes {
+            (r, skip_r) = (r + 1, 0);
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region() -> RegionKeys {
+        RegionKeys { address: 1000, bytes: 250, piece_bytes: 100, pieces: vec![vec![1, 2], vec![3, 4], vec![5, 6]] }
+    }
+
+    #[test]
+    fn a_peers_region_is_addressed_by_its_pieces() {
+        let mut memory = PeerMemory::default();
+        memory.add(RegionKeys { address: 7, bytes: 1, piece_bytes: 9, pieces: vec![vec![0, 0]] }, 2).unwrap();
+        memory.add(region(), 2).unwrap();
+        let mut found = Vec::new();
+        memory.locate(1, 90, 150, |key, address, bytes| found.push((key, address, bytes))).unwrap();
+        assert_eq!(found, [(Key(1), 1090, 10), (Key(2), 1100, 100), (Key(3), 1200, 40)]);
+        assert_eq!((memory.remote_key(Key(2), 1), memory.remote_key(Key(2), 2)), (Some(4), None));
+        for (region, offset, bytes) in [(1, 200, 51), (1, u64::MAX, 2), (2, 0, 1)] {
+            assert!(memory.locate(region, offset, bytes, |_, _, _| ()).is_err());
+        }
+    }
+
+    #[test]
+    fn a_region_that_contradicts_itself_is_refused() {
+        for (name, region) in [
+            ("no piece length", RegionKeys { piece_bytes: 0, ..region() }),
+            ("too few pieces", RegionKeys { bytes: 301, ..region() }),
+            ("too many", RegionKeys { bytes: 200, ..region() }),
+            ("overflow", RegionKeys { address: u64::MAX - 10, ..region() }),
+            ("a rail without a key", RegionKeys { pieces: vec![vec![1, 2], vec![3], vec![5, 6]], ..region() }),
+            ("nothing", RegionKeys { bytes: 0, pieces: vec![], ..region() }),
+        ] {
+            assert!(PeerMemory::default().add(region, 2).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn registrations_are_split_at_the_limit() {
+        let spans = |bytes, piece| piece_spans(bytes, piece).collect::<Vec<_>>();
+        assert_eq!(spans(250, 100), [(0, 100), (100, 100), (200, 50)]);
+        assert_eq!(spans(200, 100), [(0, 100), (100, 100)]);
+        assert_eq!(spans(1, u64::MAX), [(0, 1)]);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn intersected_runs_are_what_counting_byte_by_byte_finds(
+            cuts in proptest::collection::btree_set(1u64..400, 0..20), other in proptest::collection::btree_set(1u64..400, 0..20),
+        ) {
+            let list = |cuts: &std::collections::BTreeSet<u64>, gap: u64| {
+                let ends = cuts.iter().copied().chain([400]);
+                let mut start = 0;
+                let mut pieces = Vec::new();
+                for (at, end) in ends.enumerate() {
+                    pieces.push((Key(at as u32), start + at as u64 * gap, end - start));
+                    start = end;
+                }
+                pieces
+            };
+            let bytes = |pieces: &[(Key, u64, u64)]| pieces.iter().flat_map(|(key, start, bytes)| (0..*bytes).map(|at| (*key, *start + at))).collect::<Vec<_>>();
+            let (local, remote) = (list(&cuts, 1000), list(&other, 7));
+            let got: Vec<_> = intersect(&local, &remote).iter().flat_map(|run| (0..run.bytes).map(|at| {
+                ((run.local_key, run.local + at), (run.remote_key, run.remote + at))
+            })).collect();
+            let want: Vec<_> = bytes(&local).into_iter().zip(bytes(&remote)).collect();
+            proptest::prop_assert_eq!(got, want);
+        }
+    }
+}
