@@ -126,13 +126,16 @@ pub enum PathKind {
     /// On one host: lanes over Unix sockets.
     #[serde(rename = "uds")]
     UnixSocket,
+    /// A link over UCX, by whatever transports it finds; see [`ucx`](crate::ucx).
+    #[serde(rename = "ucx")]
+    Ucx,
     /// Lanes over TCP.
     #[serde(rename = "tcp")]
     Tcp,
 }
 
 impl PathKind {
-    /// All that join processes, the best first.
+    /// All that join processes and need nothing that has to be installed, the best first.
     pub const ALL: [Self; 4] = [Self::SharedMemory, Self::ProcessMemory, Self::UnixSocket, Self::Tcp];
 
     /// What it is called in configurations, logs and metrics.
@@ -143,6 +146,7 @@ impl PathKind {
             Self::SharedMemory => "shm",
             Self::ProcessMemory => "cma",
             Self::UnixSocket => "uds",
+            Self::Ucx => "ucx",
             Self::Tcp => "tcp",
         }
     }

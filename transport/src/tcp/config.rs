@@ -7,6 +7,7 @@ use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES, VERSIONS, VersionRang
 use serde::Deserialize;
 
 use crate::api::PathKind;
+use crate::ucx::{UcxConfig, UcxConfigFile};
 
 /// The keys of a configuration file's `[tcp]` table; every key has a default.
 #[derive(Clone, Debug, Deserialize)]
@@ -18,6 +19,8 @@ pub struct TcpConfigFile {
     pub advertise: Option<SocketAddr>,
     /// The ways that payload may go; the best that both sides have is taken.
     pub paths: Vec<PathKind>,
+    /// How UCX is set up, if `paths` names it.
+    pub ucx: UcxConfigFile,
     /// Data lanes to a peer on this host.
     pub lanes_same_host: u16,
     /// Data lanes to a peer on another host.
@@ -64,6 +67,7 @@ impl Default for TcpConfigFile {
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
             advertise: None,
             paths: PathKind::ALL.to_vec(),
+            ucx: UcxConfigFile::default(),
             lanes_same_host: 2,
             lanes_remote: 4,
             data_threads: 2,
@@ -94,6 +98,7 @@ pub struct TcpConfig {
     pub(crate) listen: SocketAddr,
     pub(crate) advertise: Option<SocketAddr>,
     pub(crate) paths: Vec<PathKind>,
+    pub(crate) ucx: UcxConfig,
     pub(crate) lanes_same_host: u16,
     pub(crate) lanes_remote: u16,
     pub(crate) data_threads: usize,
@@ -173,7 +178,11 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
             let fix = "give 0.001 to 10000, or leave it out".to_owned();
             return Err(ConfigError { key: "link_gbps", found: gbps.to_string(), fix });
         }
-        Ok(Self::unchecked(&file))
+        let ucx = UcxConfig::try_from(file.ucx.clone()).map_err(|error| {
+            let (found, fix) = (error.to_string(), "give what it says".to_owned());
+            ConfigError { key: "ucx", found, fix }
+        })?;
+        Ok(Self { ucx, ..Self::unchecked(&file) })
     }
 }
 
@@ -183,6 +192,7 @@ impl TcpConfig {
             listen: file.listen,
             advertise: file.advertise,
             paths: file.paths.clone(),
+            ucx: UcxConfig::default(),
             lanes_same_host: file.lanes_same_host,
             lanes_remote: file.lanes_remote,
             data_threads: file.data_threads.into(),

@@ -19,9 +19,10 @@ use super::driver::{self, Listeners};
 use super::path::Local;
 use super::session::Session;
 use super::socket;
+use super::ucx::Ucx;
 use super::wake::Waker;
 use crate::api::{
-    Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
+    Capabilities, Event, GrantKey, Memory, PathKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
 use crate::core::{Bug, Core, Post, SessionKey};
 use crate::error::TransportError;
@@ -48,6 +49,7 @@ pub(crate) struct Shared {
     pub(crate) greeting: Bytes,
     pub(crate) address: SocketAddr,
     pub(crate) local: Local,
+    pub(crate) ucx: Option<Ucx>,
     pub(crate) state: Mutex<State>,
     pub(crate) waker: Waker,
     pub(crate) data: Vec<DataThread>,
@@ -117,7 +119,8 @@ impl Tcp {
             Some(advertised) => advertised,
             None => bound,
         };
-        let local = Local::new(&config.paths);
+        let ucx = start_ucx(&config);
+        let local = Local::new(&config.paths, ucx.as_ref().map(|_| ()).map_err(Clone::clone));
         let unix = local
             .rendezvous
             .as_deref()
@@ -134,9 +137,13 @@ impl Tcp {
             greeting,
             address,
             local,
+            ucx: ucx.ok(),
             state: Mutex::default(),
             config: config.clone(),
         });
+        if let Some(ucx) = &shared.ucx {
+            ucx.belongs_to(&shared);
+        }
         let tcp = Self { shared, threads: Mutex::default() };
         tcp.start(Listeners { tcp: listener, unix }).map_err(broken("start a thread"))?;
         Ok(tcp)
@@ -190,7 +197,14 @@ impl Shared {
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
         session.outbox.add(&self.core, &session.name, post)?;
-        self.wake_data();
+        match session.ucx.get().filter(|lane| lane.carries()) {
+            Some(lane) => {
+                if let Err(reason) = lane.pump(&self.core) {
+                    self.command(Command::Broken { session: session.key, reason });
+                }
+            }
+            None => self.wake_data(),
+        }
         Ok(id)
     }
 }
@@ -214,6 +228,14 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        if let Some(ucx) = &self.shared.ucx {
+            #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
+            // SAFETY: the caller's promise, which is the same; UCX is shut down with this transport.
+            let registered = unsafe { ucx.node.register(memory.clone()) };
+            if let Err(error) = registered {
+                tracing::warn!(%error, "UCX has to register this memory whenever it sends from it");
+            }
+        }
         let region = self.shared.core.register(memory)?;
         self.shared.wake_data(); // peers on this host are told
         Ok(region)
@@ -268,6 +290,9 @@ impl Transport for Tcp {
 
     fn cancel(&self, peer: &PeerId, grant: GrantKey) {
         let Ok(session) = self.shared.session(peer) else { return };
+        if let Some(lane) = session.ucx.get() {
+            lane.cancel(grant);
+        }
         for sequence in session.outbox.cancel(&self.shared.core, grant) {
             let header = FrameHeader::about(FrameKind::Cancel, None, grant.0, sequence);
             // There are no more of these than posts. A session that is over has ended its posts.
@@ -283,6 +308,9 @@ impl Transport for Tcp {
 
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
+            if let Some(ucx) = &self.shared.ucx {
+                ucx.node.wake();
+            }
             self.shared.wake_data();
             self.shared.waker.wake();
         }
@@ -308,6 +336,9 @@ impl Transport for Tcp {
                 data.stop();
             }
         }
+        if let Some(ucx) = &self.shared.ucx {
+            ucx.node.shutdown();
+        }
     }
 }
 
@@ -315,6 +346,19 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         self.shutdown();
     }
+}
+
+/// UCX, if the configuration names it; else, or if it is not there, why not.
+fn start_ucx(config: &TcpConfig) -> Result<Ucx, String> {
+    if !config.paths.contains(&PathKind::Ucx) {
+        return Err("this side's configuration does not allow it".to_owned());
+    }
+    Ucx::start(&config.ucx, config.frame_bytes).map_err(|error| {
+        let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
+        let problem = format!("{error}{cause}");
+        tracing::warn!(problem, "UCX is not used");
+        problem
+    })
 }
 
 fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), TransportError> {

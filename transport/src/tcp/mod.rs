@@ -22,6 +22,7 @@ mod shake;
 mod socket;
 mod stream;
 mod target;
+mod ucx;
 pub(crate) mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};

@@ -15,6 +15,8 @@ const BOOT_ID_BYTES: usize = 16;
 pub(crate) struct Local {
     allowed: Vec<PathKind>,
     boot: Result<[u8; BOOT_ID_BYTES], String>,
+    /// Why UCX cannot be had here.
+    ucx: Result<(), String>,
     /// The abstract name of the listener for Unix lanes.
     pub(crate) rendezvous: Option<String>,
 }
@@ -27,6 +29,8 @@ pub(crate) struct Choice {
     pub(crate) by_descriptor: bool,
     /// On Unix lanes, memory without one is read in the sender's process.
     pub(crate) by_address: bool,
+    /// On TCP lanes, a link over UCX carries the payload.
+    pub(crate) by_ucx: bool,
     /// Why the better ways are not taken.
     pub(crate) not: Vec<(PathKind, String)>,
 }
@@ -41,10 +45,10 @@ pub(crate) enum Route {
 }
 
 impl Local {
-    pub(crate) fn new(allowed: &[PathKind]) -> Self {
+    pub(crate) fn new(allowed: &[PathKind], ucx: Result<(), String>) -> Self {
         let mut allowed = allowed.to_vec();
         allowed.sort_unstable();
-        let needs_unix = allowed.iter().any(|kind| *kind < PathKind::Tcp);
+        let needs_unix = allowed.iter().any(|kind| *kind < PathKind::Ucx);
         let boot = std::fs::read_to_string(BOOT_ID).map_err(|error| format!("{BOOT_ID} cannot be read: {error}"));
         let boot = boot.and_then(|text| parse_boot_id(&text).ok_or_else(|| format!("{BOOT_ID} holds no identity")));
         let rendezvous = (needs_unix && boot.is_ok()).then(|| {
@@ -55,7 +59,7 @@ impl Local {
                 name
             })
         });
-        Self { allowed, boot, rendezvous }
+        Self { allowed, boot, ucx, rendezvous }
     }
 
     pub(crate) fn allows(&self, kind: PathKind) -> bool {
@@ -75,6 +79,9 @@ impl Local {
             }
             // Memory is shared over Unix lanes, so these are offered with it.
             offer(OfferKind::UNIX, [&boot[..], name.as_bytes()].concat());
+        }
+        if self.ucx.is_ok() {
+            offer(OfferKind::UCX, Vec::new());
         }
         if self.allows(PathKind::Tcp) {
             offer(OfferKind::TCP, Vec::new());
@@ -109,11 +116,28 @@ impl Local {
         let best = reason(PathKind::SharedMemory, by_descriptor.as_ref().map(|_| ()))
             || reason(PathKind::ProcessMemory, by_address.as_ref().map(|_| ()))
             || reason(PathKind::UnixSocket, sockets.as_ref().map(|_| ()));
+        let by_ucx = match (&self.ucx, find(OfferKind::UCX)) {
+            (Ok(()), Some(_)) => true,
+            (Ok(()), None) => {
+                not.push((PathKind::Ucx, "the peer does not offer it".to_owned()));
+                false
+            }
+            // Who does not ask for it is not told why it is not there.
+            (Err(why), _) => {
+                if self.allows(PathKind::Ucx) {
+                    not.push((PathKind::Ucx, why.clone()));
+                }
+                false
+            }
+        };
         let route = match unix {
-            Ok(name) if best => Route::Unix(name),
+            Ok(name) if best => {
+                not.retain(|(kind, _)| *kind != PathKind::Ucx);
+                Route::Unix(name)
+            }
             _ => self.tcp_route(version, find(OfferKind::TCP), &mut not),
         };
-        Choice { route, by_descriptor: by_descriptor.is_ok(), by_address: by_address.is_ok(), not }
+        Choice { by_ucx, route, by_descriptor: by_descriptor.is_ok(), by_address: by_address.is_ok(), not }
     }
 
     /// What to take when the chosen way failed with `problem`.
@@ -169,7 +193,7 @@ impl Choice {
                 if self.route != Route::Tcp {
                     not.push((PathKind::UnixSocket, "the peer dialled TCP lanes: it could not reach ours".to_owned()));
                 }
-                PathKind::Tcp
+                if self.by_ucx { PathKind::Ucx } else { PathKind::Tcp }
             }
         };
         PathReport { kind, not }
@@ -204,10 +228,11 @@ fn parse_boot_id(text: &str) -> Option<[u8; BOOT_ID_BYTES]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use PathKind::{ProcessMemory, SharedMemory, Tcp, UnixSocket};
+    use PathKind::{ProcessMemory, SharedMemory, Tcp, Ucx, UnixSocket};
 
     fn local(allowed: &[PathKind], boot: u8) -> Local {
-        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed) }
+        let ucx = if allowed.contains(&Ucx) { Ok(()) } else { Err(NOT_ALLOWED.to_owned()) };
+        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed, ucx) }
     }
 
     #[test]
@@ -226,6 +251,23 @@ mod tests {
             assert_eq!(report.kind, want, "{name}: {choice:?}");
             assert!(report.not.iter().all(|(kind, why)| *kind < want && why.contains(reason)), "{name}: {report:?}");
             assert_eq!(report.not.len(), all.iter().filter(|kind| **kind < want).count(), "{name}: {report:?}");
+        }
+    }
+
+    #[test]
+    fn ucx_is_taken_between_hosts_and_only_where_both_have_it() {
+        let both = [Ucx, Tcp, UnixSocket];
+        for (name, ours, theirs, host, want) in [
+            ("another host", &both[..], &both[..], 2, Ucx),
+            ("one host", &both, &both, 1, UnixSocket),
+            ("the peer has none", &both, &[Tcp], 2, Tcp),
+            ("we have none", &[Tcp], &both, 2, Tcp),
+        ] {
+            let choice = local(ours, 1).choose(3, &local(theirs, host).offers());
+            let report = choice.report(matches!(choice.route, Route::Unix(_)));
+            assert_eq!(report.kind, want, "{name}: {choice:?}");
+            let has_reason = report.not.iter().any(|(kind, _)| *kind == Ucx);
+            assert_eq!(has_reason, want == Tcp && ours.contains(&Ucx), "{name}: {report:?}");
         }
     }
 

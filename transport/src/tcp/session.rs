@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
@@ -13,6 +13,7 @@ use kvferry_protocol::wire::{FrameHeader, Refusal};
 
 use super::rate::TokenBucket;
 use super::stream::Stream;
+use super::ucx::UcxLane;
 use crate::api::GrantKey;
 use crate::core::{Core, Outbox, SessionKey};
 use crate::error::TransportError;
@@ -31,6 +32,8 @@ pub(crate) struct Session {
     pub(crate) address: Option<SocketAddr>,
     /// Memory that the two read in each other, if they do.
     pub(crate) sharing: Option<Sharing>,
+    /// The link over UCX, if there is one.
+    pub(crate) ucx: OnceLock<Arc<UcxLane>>,
     pub(crate) outbox: Outbox,
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
@@ -69,6 +72,7 @@ impl Session {
             version: setup.version,
             address: setup.address,
             sharing: setup.sharing,
+            ucx: OnceLock::new(),
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
             control: Mutex::default(),
@@ -83,6 +87,11 @@ impl Session {
     /// Lets the peer read payload where it lies, if that was agreed.
     pub(crate) fn lender(&self) -> Option<&Lender> {
         self.sharing.as_ref().map(|sharing| &sharing.lender)
+    }
+
+    /// Whether frames go over UCX.
+    pub(crate) fn ucx_carries(&self) -> bool {
+        self.ucx.get().is_some_and(|lane| lane.carries())
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -166,6 +175,9 @@ impl Session {
         for socket in std::mem::take(&mut *lock(&self.sockets)) {
             // It fails if the peer was quicker.
             let _ = socket.shutdown(Shutdown::Both);
+        }
+        if let Some(lane) = self.ucx.get() {
+            lane.close();
         }
         core.grants.close_session(self.key);
         self.outbox.close(core, reason);

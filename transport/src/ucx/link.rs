@@ -58,9 +58,11 @@ enum Stage {
         since: Instant,
     },
     Ready,
-    /// Waits until UCX ended all operations, or for this moment.
+    /// Waits until UCX ended all operations, or for this moment; then closes the endpoint and is over, or, if something is under way
+    /// still, waits as long again for its end.
     Closing {
         until: Instant,
+        is_closed: bool,
     },
 }
 
@@ -274,6 +276,7 @@ impl Link {
         if let Stage::Closing { .. } = self.stage {
             // Only what is under way matters; nothing that comes is heard.
             self.settle(now, out);
+            self.close_drained(now);
             return moved;
         }
         self.hear(now, out);
@@ -287,7 +290,7 @@ impl Link {
 
     /// Whether UCX may be told to let go of everything.
     pub(super) fn is_over(&self, now: Instant) -> bool {
-        matches!(self.stage, Stage::Closing { until } if self.is_drained() || now >= until)
+        matches!(self.stage, Stage::Closing { until, is_closed: true } if self.is_drained() || now >= until)
     }
 
     /// Whether UCX reads and writes nothing of ours any more. The closing of the endpoint itself is not waited for: the worker is
@@ -300,7 +303,7 @@ impl Link {
     pub(super) fn deadline(&self, now: Instant) -> Option<Instant> {
         let is_busy = self.counts.under_way() > 0 || !self.queued.is_empty();
         match self.stage {
-            Stage::Closing { until } => Some(until.min(now + LOOK_AGAIN)),
+            Stage::Closing { until, .. } => Some(until.min(now + LOOK_AGAIN)),
             Stage::Connecting { since } => Some((since + self.connect).min(now + LOOK_AGAIN)),
             _ => is_busy.then(|| now + LOOK_AGAIN),
         }
@@ -470,7 +473,7 @@ impl Link {
         while let (Some(&id), Stage::Ready) = (self.queued.front(), self.stage) {
             let (Some(flying), Some(endpoint)) = (self.posts.get_mut(&id), &self.endpoint) else { return };
             let Some(work) = &mut flying.work else { return };
-            if self.counts.under_way() >= work.most_under_way() {
+            if self.counts.under_way() >= most_under_way(work) {
                 break;
             }
             match work.next(PUT_BYTES) {
@@ -509,6 +512,10 @@ impl Link {
         let (Some(flying), Some(endpoint)) = (self.posts.get_mut(&id), &self.endpoint) else { return };
         flying.is_note_sent = true;
         flying.puts.seal();
+        if flying.puts.is_done() {
+            // The flush covered all puts; whoever hears of the note may look whether a slab was let go.
+            flying.work = None;
+        }
         let started = endpoint.send(&self.headers[usize::from(NOTE) - 1], &flying.note, &ticket);
         ticket.seal();
         self.check_started(started, now);
@@ -549,10 +556,22 @@ impl Link {
             return;
         }
         tracing::debug!(link = %self.id, %reason, "link ends");
-        self.stage = Stage::Closing { until: now + self.drain };
+        // What is under way to a peer that is alive is let through: one that emulates puts does not bear it that a connection ends
+        // between two of them (see `lanes`).
+        let until = if let UcxError::Closed { .. } = reason { now + self.drain } else { now };
+        self.stage = Stage::Closing { until, is_closed: false };
         self.reason = Some(reason);
         self.queued.clear();
         self.to_flush.clear();
+        self.close_drained(now);
+    }
+
+    fn close_drained(&mut self, now: Instant) {
+        let Stage::Closing { until, is_closed: false } = self.stage else { return };
+        if self.counts.under_way() > 0 && now < until {
+            return;
+        }
+        self.stage = Stage::Closing { until: now + self.drain, is_closed: true };
         let ticket = self.ticket(Purpose::Close);
         if let Some(endpoint) = &mut self.endpoint {
             endpoint.close(&ticket);
@@ -562,12 +581,10 @@ impl Link {
     }
 }
 
-impl Work {
-    /// How many puts may be under way while this one's are handed out.
-    fn most_under_way(&self) -> usize {
-        let of_put = self.next_bytes().clamp(1, PUT_BYTES);
-        ((UNDER_WAY_BYTES / of_put) as usize).clamp(UNDER_WAY_LEAST, UNDER_WAY_MOST)
-    }
+/// How many puts may be under way while those of this work are handed out.
+fn most_under_way(work: &Work) -> usize {
+    let of_put = work.next_bytes().clamp(1, PUT_BYTES);
+    ((UNDER_WAY_BYTES / of_put) as usize).clamp(UNDER_WAY_LEAST, UNDER_WAY_MOST)
 }
 
 fn tell(waiting: &SyncSender<()>) {

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -9,7 +10,7 @@ use std::thread::JoinHandle;
 
 use bytes::Bytes;
 use kvferry_protocol::RegionId;
-use kvferry_protocol::pages::Pages;
+use kvferry_protocol::pages::{Extent, Pages};
 
 use super::card::Card;
 use super::config::UcxConfig;
@@ -49,6 +50,8 @@ pub struct UcxNode {
     shared: Arc<Shared>,
     facts: UcxFacts,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Memory of the node's own, by its region; dropped after the thread ended.
+    own: Mutex<HashMap<RegionId, Vec<u8>>>,
 }
 
 /// What callers and the node's thread share.
@@ -102,7 +105,7 @@ impl UcxNode {
         let thread = thread.spawn(move || engine::run(&of_thread, library, &sink, &started));
         let thread = thread.map_err(UcxError::io("start a thread"))?;
         match starting.recv() {
-            Ok(Ok(facts)) => Ok(Self { shared, facts, thread: Mutex::new(Some(thread)) }),
+            Ok(Ok(facts)) => Ok(Self { shared, facts, thread: Mutex::new(Some(thread)), own: Mutex::default() }),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(stopped()),
         }
@@ -141,6 +144,29 @@ impl UcxNode {
         let region = self.shared.regions.add(memory).map_err(UcxError::Write)?;
         self.shared.keys.write().unwrap_or_else(PoisonError::into_inner).push(key);
         Ok(region)
+    }
+
+    /// Registers memory that the node allocates and keeps.
+    ///
+    /// # Errors
+    /// As [`UcxNode::register`].
+    #[expect(unsafe_code, reason = "registers memory")]
+    pub(crate) fn allocate(&self, bytes: usize) -> Result<RegionId, UcxError> {
+        let mut memory = vec![0u8; bytes.max(1)];
+        let address = NonNull::from(memory.as_mut_slice()).cast();
+        let registered = Memory { address, bytes: memory.len(), kind: MemoryKind::Host, file: None };
+        // SAFETY: the node keeps the memory, and nobody makes a reference to it, until its thread has ended.
+        let region = unsafe { self.register(registered) }?;
+        lock(&self.own).insert(region, memory);
+        Ok(region)
+    }
+
+    /// A part of what [`UcxNode::allocate`] gave, for as long as the node lives; peers may write it meanwhile.
+    pub(crate) fn own_run(&self, region: RegionId, offset: u64, bytes: u64) -> Option<RawRun> {
+        let end = offset.checked_add(bytes)?;
+        let mut own = lock(&self.own);
+        let memory = own.get_mut(&region).filter(|memory| end <= memory.len() as u64)?;
+        Some(RawRun::of_mut(memory).skip(offset as usize).keep(bytes as usize))
     }
 
     /// What the peer needs to fill a grant over `pages`; it reads it with [`RemoteWindow::decode`].
@@ -205,23 +231,16 @@ impl UcxNode {
         let regions = &self.shared.regions;
         let checked =
             Post::new(PostId(post), write, regions, MAX_EXTENTS, MAX_MESSAGE_BYTES).map_err(UcxError::Write)?;
-        self.post_checked(link, post, Arc::new(checked), window, note)
-    }
-
-    /// The same with a write that was checked. Nobody calls [`Post::release_source`] of it before its event.
-    pub(crate) fn post_checked(
-        &self,
-        link: LinkId,
-        post: u64,
-        write: Arc<Post>,
-        window: &Arc<RemoteWindow>,
-        note: Bytes,
-    ) -> Result<(), UcxError> {
-        let end = write.extents.iter().filter_map(kvferry_protocol::pages::Extent::end).max().unwrap_or(0);
-        let work = Work::new(write, Arc::clone(window)).ok_or_else(|| {
+        let end = checked.extents.iter().filter_map(Extent::end).max().unwrap_or(0);
+        let work = Work::new(Arc::new(checked), Arc::clone(window)).ok_or_else(|| {
             let what = "an extent of the window".to_owned();
             UcxError::Write(TransportError::Range { what, start: 0, end, limit: window.bytes() })
         })?;
+        self.enter(link, post, Some(Box::new(work)), note)
+    }
+
+    /// Puts a part of a post that was cut already.
+    pub(crate) fn post_work(&self, link: LinkId, post: u64, work: Work, note: Bytes) -> Result<(), UcxError> {
         self.enter(link, post, Some(Box::new(work)), note)
     }
 

@@ -3,7 +3,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use kvferry_protocol::pages::Extent;
+
 use super::window::{RemoteRun, RemoteWindow};
+use crate::api::Slab;
 use crate::core::{Post, RunList};
 use crate::raw::RawRun;
 
@@ -13,8 +16,11 @@ const BATCH_RUNS: usize = 64;
 /// A post's bytes, cut into puts in the order of its stream.
 ///
 /// It owns the post, and so a slab; registered memory is the caller's promise.
-pub(super) struct Work {
+pub(crate) struct Work {
     post: Arc<Post>,
+    /// What else keeps the source's memory.
+    _slabs: Vec<Arc<dyn Slab>>,
+    bytes: u64,
     window: Arc<RemoteWindow>,
     extents: RunList,
     /// How many bytes were looked up on each side.
@@ -39,7 +45,29 @@ impl Work {
         let fits = post.extents.iter().all(|extent| extent.end().is_some_and(|end| end <= window.bytes()));
         let extents = RunList::of_extents(&post.extents).filter(|extents| fits && extents.bytes() == post.bytes)?;
         let (local, remote) = Default::default();
-        Some(Self { post, window, extents, local_at: 0, remote_at: 0, local, remote })
+        let bytes = post.bytes;
+        Some(Self { post, _slabs: Vec::new(), bytes, window, extents, local_at: 0, remote_at: 0, local, remote })
+    }
+
+    /// A part of a post that was cut already: `runs` go to the window's bytes from `offset` on. `None` if they leave it, or the post
+    /// ended.
+    pub(crate) fn of_runs(post: Arc<Post>, runs: Vec<RawRun>, window: Arc<RemoteWindow>, offset: u64) -> Option<Self> {
+        let slabs = post.slabs()?;
+        let bytes = runs.iter().map(|run| run.bytes() as u64).sum();
+        let end = offset.checked_add(bytes)?;
+        let extents = RunList::of_extents(&[Extent::contiguous(offset, bytes)]).filter(|_| end <= window.bytes())?;
+        let local = runs.into();
+        Some(Self {
+            post,
+            _slabs: slabs,
+            bytes,
+            window,
+            extents,
+            local_at: bytes,
+            remote_at: 0,
+            local,
+            remote: VecDeque::new(),
+        })
     }
 
     pub(super) fn window(&self) -> &RemoteWindow {
@@ -54,13 +82,13 @@ impl Work {
 
     /// The next put, of at most `max_bytes`.
     pub(super) fn next(&mut self, max_bytes: u64) -> Next {
-        if self.local.is_empty() && self.local_at < self.post.bytes {
+        if self.local.is_empty() && self.local_at < self.bytes {
             let mut runs = Vec::new();
             let Some(source) = self.post.read_source() else { return Next::Broken };
-            self.local_at += source.append_runs(self.local_at, self.post.bytes, BATCH_RUNS, &mut runs);
+            self.local_at += source.append_runs(self.local_at, self.bytes, BATCH_RUNS, &mut runs);
             self.local.extend(runs);
         }
-        if self.remote.is_empty() && self.remote_at < self.post.bytes {
+        if self.remote.is_empty() && self.remote_at < self.bytes {
             let mut runs = Vec::new();
             self.remote_at += self.window.append_extents(&self.extents, self.remote_at, BATCH_RUNS, &mut runs);
             self.remote.extend(runs);

@@ -46,7 +46,12 @@ pub enum FrameKind {
     Mapped,
     /// A part of a write whose payload stays where it is: table of a [`Loan`](crate::wire::Loan), extents and notification.
     Lend,
+    /// How the peer is reached over UCX; the table is its card and slots. On the control lane, since version 3.
+    Card,
 }
+
+/// The longest table of a [`FrameKind::Card`], in bytes.
+pub const MAX_CARD_BYTES: usize = 128 << 10;
 
 /// Why a receiver refuses a write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -262,6 +267,7 @@ impl FrameHeader {
             FrameKind::Goodbye => (MAX_GOODBYE_BYTES, 0),
             FrameKind::Share => (Share::BYTES, 0),
             FrameKind::Mapped => (MAX_MAPPED_BYTES, 0),
+            FrameKind::Card => (MAX_CARD_BYTES, 0),
             FrameKind::Lend => (MAX_TABLE_BYTES + Loan::table_bytes(MAX_LENT_RUNS), MAX_PAYLOAD_BYTES),
             _ => (0, 0),
         };
@@ -301,6 +307,7 @@ fn kind_code(kind: FrameKind) -> u8 {
         FrameKind::Share => 9,
         FrameKind::Mapped => 10,
         FrameKind::Lend => 11,
+        FrameKind::Card => 12,
     }
 }
 
@@ -317,6 +324,7 @@ fn decode_kind(code: u8, version: u16) -> Result<FrameKind, WireError> {
         9 if version >= LENDING_SINCE => FrameKind::Share,
         10 if version >= LENDING_SINCE => FrameKind::Mapped,
         11 if version >= LENDING_SINCE => FrameKind::Lend,
+        12 if version >= LENDING_SINCE => FrameKind::Card,
         found => return Err(WireError::Value { what: "the kind of a frame", found: found.into() }),
     })
 }
