@@ -15,7 +15,7 @@ use kvferry::contract::{
 };
 use kvferry_protocol::{BlockId, LayerId, PeerId, TransferId};
 
-/// Transfers of a run, half in each order, unless `KVFERRY_ABORTS` says otherwise.
+/// Transfers over each way, half in each order, unless `KVFERRY_ABORTS` says otherwise.
 const TRANSFERS: u64 = 2_000;
 /// Transfers under way at once.
 const LIVE: usize = 6;
@@ -166,11 +166,14 @@ fn id_of(transfer: u64) -> TransferId {
 }
 
 impl Pair {
-    fn new(seed: u64, order: &'static str, psk: &'static str) -> Self {
+    fn new(seed: u64, order: &'static str, path: &str, psk: &'static str) -> Self {
         let make =
             |config: &kvferry::config::ConnectorConfig, greeting| kvferry::open_transport(config, greeting).unwrap();
         // Small chunks: many writes for each transfer, some packed, some from the pages.
         let extra = "chunk_bytes = 4096\nslab_pool_bytes = 16384\nabsent_deadline_ms = 1000\nlease_ttl_ms = 2000";
+        let paths = if path == "tcp" { String::new() } else { ", 'uds'".to_owned() };
+        // A test makes a few of them.
+        let extra = String::leak(format!("{extra}\npaths = ['{path}'{paths}]"));
         let setup = Setup { order, extra, psk: Some(psk), ..Setup::prefill() };
         let prefill = Engine::new(&setup, &make);
         let decode = Engine::new(&Setup { name: "decode", role: "decode", layout: "BHLPNC", ..setup }, &make);
@@ -399,14 +402,16 @@ fn aborts_at_any_moment_leave_no_late_byte_and_nothing_held() {
     let clock = u64::from(std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos());
     let seed = number("KVFERRY_FAULT_SEED", clock);
     eprintln!("KVFERRY_FAULT_SEED={seed} KVFERRY_ABORTS={transfers} runs this again");
-    for order in ["decode-first", "prefill-first"] {
-        let mut pair = Pair::new(seed, order, "a key for the whole cluster");
+    let ways =
+        ["tcp", "uds", "cma", "shm"].into_iter().flat_map(|path| [(path, "decode-first"), (path, "prefill-first")]);
+    for (path, order) in ways {
+        let mut pair = Pair::new(seed, order, path, "a key for the whole cluster");
         let transfers = transfers / 2;
         pair.run(transfers / 10);
         let (kib_before, descriptors) = resources();
         pair.run(transfers);
         let (kib_after, descriptors_after) = resources();
-        eprintln!("{order}: {:?}; {kib_before} KiB, then {kib_after} KiB", pair.ends);
+        eprintln!("{path}, {order}: {:?}; {kib_before} KiB, then {kib_after} KiB", pair.ends);
         assert_eq!(descriptors_after, descriptors);
         assert!(kib_after < kib_before + MOST_GROWTH_KIB, "{kib_before} KiB grew to {kib_after} KiB");
         assert!(pair.ends.loaded > 0 && pair.ends.failed > 0 && pair.ends.aborted > 0, "{:?}", pair.ends);

@@ -12,8 +12,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(cd "$here/../.." && pwd)
 venv=${KVFERRY_CACHE:-$HOME/.cache/kvferry}/vllm-0.32.0
-unreachable=75
-uv_version=0.13.9
+# shellcheck source=../python.sh
+. "$here/../python.sh"
 
 main() {
     local want_wheel=no want_peers=no word
@@ -24,33 +24,14 @@ main() {
         *) fail "unknown word '$word': say wheel, peers, both or nothing" ;;
         esac
     done
-    # uv reads another variable than pip where a proxy has certificates of its own.
-    if [ -z "${SSL_CERT_FILE:-}" ] && [ -n "${PIP_CERT:-}" ]; then export SSL_CERT_FILE=$PIP_CERT; fi
-
     install_once engine "$here"/{requirements,constraints,overrides}.txt
     if [ "$want_peers" = yes ]; then install_once peers "$here/requirements-peers.txt"; fi
     if [ "$want_wheel" = yes ]; then install_wheel; fi
     echo "$venv"
 }
 
-# Installs a part of the environment unless these files, as they are, were installed already.
-install_once() {
-    local part=$1 stamp
-    shift
-    stamp=$(cat "$@" | sha256sum)
-    if [ "$(cat "$venv/.kvferry-$part" 2>/dev/null)" != "$stamp" ]; then
-        "install_$part"
-        echo "$stamp" >"$venv/.kvferry-$part"
-    fi
-}
-
 install_engine() {
-    command -v python3 >/dev/null || fail "python3 (3.10 or later) is missing"
-    if [ ! -x "$venv/bin/python" ]; then
-        mkdir -p "$(dirname "$venv")"
-        python3 -m venv "$venv" || fail "python3 -m venv failed; on Debian: apt-get install python3-venv"
-    fi
-    find_uv
+    make_venv
     say "installing vLLM for the CPU (6 GB) into $venv"
     "${uv[@]}" pip install --quiet --python "$venv/bin/python" --requirement "$here/requirements.txt" \
         --constraint "$here/constraints.txt" --override "$here/overrides.txt" || explain_failure
@@ -72,38 +53,6 @@ install_wheel() {
     find_uv
     "${uv[@]}" pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "$wheels"/*.whl ||
         fail "the wheel of connector/python cannot be installed"
-}
-
-find_uv() {
-    if command -v uv >/dev/null; then
-        uv=(uv)
-    else
-        [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version" >&2 ||
-            explain_failure
-        uv=("$venv/bin/uv")
-    fi
-}
-
-# A failed install is the network's fault only if a small package of known name and version cannot be fetched either.
-explain_failure() {
-    local probe
-    probe=$(mktemp -d)
-    if "$venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$probe" iniconfig==2.1.0 >&2; then
-        rm -rf "$probe"
-        fail "the packages cannot be installed; the lines above say why"
-    fi
-    rm -rf "$probe"
-    say "PyPI cannot be reached, so there is no vLLM to test with"
-    exit $unreachable
-}
-
-say() {
-    echo "environment.sh: $*" >&2
-}
-
-fail() {
-    say "$*"
-    exit 1
 }
 
 main "$@"

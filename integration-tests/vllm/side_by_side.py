@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """kvferry, NIXL and Mooncake between two real vLLM engines: the same model, the same prompts, one run.
 
-    python side_by_side.py [--passes 3] [--rounds 4] [--lengths 512,1024,2048] [--connectors kvferry,nixl,nixl-tcp,mooncake] [--json FILE]
+    python side_by_side.py [--passes 3] [--rounds 4] [--lengths 512,1024,2048] [--json FILE]
+                           [--connectors kvferry,kvferry-tcp,nixl,nixl-tcp,mooncake]
 
 Each engine is one process with one thread that computes, prefill on core 0 and decode on core 1. Prefill answers first; then
 decode is asked. One pair runs at a time, since some connectors' threads spin while they have nothing to do; the connectors take turns,
@@ -27,7 +28,8 @@ from harness.model import MEDIUM, make, prompt
 from harness.pair import Pair, engine
 
 KINDS = {
-    "kvferry": ("kvferry (TCP, digests)", KvFerry),
+    "kvferry": ("kvferry (memory of the other process, digests)", KvFerry),
+    "kvferry-tcp": ("kvferry (TCP, digests)", lambda: KvFerry(decode_config={"paths": ["tcp"]})),
     "nixl": ("NIXL 1.5.1 (UCX: memory of the other process)", Nixl),
     "nixl-tcp": ("NIXL 1.5.1 (UCX over TCP)", lambda: Nixl(ucx_tls="tcp")),
     "mooncake": ("Mooncake 0.3.13 (TCP)", Mooncake),

@@ -129,13 +129,16 @@ pub enum PathKind {
     /// The sender's RDMA device writes into the receiver's memory.
     #[serde(rename = "rdma")]
     Rdma,
+    /// A link over UCX, by whatever transports it finds; see [`ucx`](crate::ucx).
+    #[serde(rename = "ucx")]
+    Ucx,
     /// Lanes over TCP.
     #[serde(rename = "tcp")]
     Tcp,
 }
 
 impl PathKind {
-    /// What is tried without a word in the configuration, the best first: all that join processes and need no device.
+    /// All that join processes and need nothing that has to be installed, the best first.
     pub const ALL: [Self; 4] = [Self::SharedMemory, Self::ProcessMemory, Self::UnixSocket, Self::Tcp];
 
     /// What it is called in configurations, logs and metrics.
@@ -147,6 +150,7 @@ impl PathKind {
             Self::ProcessMemory => "cma",
             Self::UnixSocket => "uds",
             Self::Rdma => "rdma",
+            Self::Ucx => "ucx",
             Self::Tcp => "tcp",
         }
     }

@@ -17,6 +17,7 @@ mod share;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod ucx;
 
 #[cfg(feature = "planted")]
 pub use self::core::Planted;

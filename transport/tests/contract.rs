@@ -54,6 +54,36 @@ mod loopback_with_frames_out_of_order {
     });
 }
 
+/// UCX's tcp, whose puts are emulated: all that most machines have.
+mod ucx {
+    use kvferry_transport::ucx::UcxConfigFile;
+
+    use super::*;
+
+    fn ucx(peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
+        let ucx = UcxConfigFile { emulated_puts: true, ..UcxConfigFile::default() };
+        let paths = vec![PathKind::Ucx, PathKind::Tcp];
+        super::tcp(TcpConfigFile { paths, ucx, ..TcpConfigFile::default() }, peer, greeting)
+    }
+
+    kvferry_transport::contract_tests!(ignored: "needs libucp", ucx);
+
+    #[test]
+    #[ignore = "needs libucp"]
+    fn the_path_is_told() {
+        use kvferry_transport::Event;
+        use kvferry_transport::testing::{Node, peer};
+
+        let mut a = Node::new(&ucx, peer("a", 1), 1 << 20);
+        let b = Node::new(&ucx, peer("b", 1), 1 << 20);
+        a.transport.connect(&b.transport.local_address()).unwrap();
+        match a.wait_up(&b.peer) {
+            Event::Up { path, .. } => assert_eq!(path.kind, PathKind::Ucx, "{path:?}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 /// Payload over one of the ways between processes.
 macro_rules! between_processes {
     ($($name:ident: $path:expr),+ $(,)?) => {$(

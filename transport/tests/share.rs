@@ -2,28 +2,19 @@
 
 mod common;
 
-use std::io::{IoSlice, Read, Write as _};
-use std::mem::MaybeUninit;
-use std::net::TcpStream;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddress, UnixStream};
+use std::os::fd::OwnedFd;
 
 use bytes::Bytes;
-use common::{VERSION, config, dialler, identity, key, shake, stream_to};
+use common::unix::ByHand;
+use common::{config, key};
 use kvferry_protocol::pages::Extent;
-use kvferry_protocol::wire::{
-    BOARD, FrameHeader, FrameKind, Introduction, LentRun, Loan, Offer, OfferKind, PeerIdentity, Reach, Refusal, Share,
-    VERSIONS, Verdict, encode_loan,
-};
+use kvferry_protocol::wire::{BOARD, FrameKind, LentRun, Loan, Reach, Refusal, Share, VERSIONS};
 use kvferry_protocol::{PeerId, RegionId};
-use kvferry_transport::testing::{Arena, Node, PATIENCE, peer};
+use kvferry_transport::testing::{Arena, Node, peer};
 use kvferry_transport::{
-    Event, GrantKey, Memory, MemoryKind, PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport,
-    TransportError,
+    Event, Memory, MemoryKind, PathKind, PathReport, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
 };
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 const MIB: usize = 1 << 20;
 
@@ -142,91 +133,6 @@ fn memory_without_a_file_is_read_in_the_process_and_memory_that_came_late_too() 
         }
     }
     panic!("it was never lent");
-}
-
-/// A peer that speaks by hand over a Unix lane.
-struct ByHand {
-    control: TcpStream,
-    data: UnixStream,
-}
-
-impl ByHand {
-    fn join(node: &mut Node, name: &str) -> Self {
-        let PeerAddress::Tcp(address) = node.transport.local_address() else { panic!("not TCP") };
-        let mut control = stream_to(address);
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
-        let boot: Vec<u8> = boot.trim().bytes().filter(|byte| *byte != b'-').collect();
-        let boot: Vec<u8> =
-            boot.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect();
-        let offers = vec![
-            Offer { kind: OfferKind::SHARED_MEMORY, parameters: Vec::new() },
-            Offer { kind: OfferKind::PROCESS_MEMORY, parameters: Vec::new() },
-            Offer { kind: OfferKind::UNIX, parameters: [&boot[..], b"kvferry-nobody"].concat() },
-        ];
-        let introduction = Introduction::Peer(PeerIdentity { offers, ..identity(name) });
-        let established = shake(&mut control, dialler(introduction, VERSIONS)).unwrap().unwrap();
-        let Verdict::Peer(theirs) = established.verdict else { panic!("no session") };
-        let unix = theirs.offers.iter().find(|offer| offer.kind == OfferKind::UNIX).unwrap();
-        let name_of = UnixAddress::from_abstract_name(&unix.parameters[16..]).unwrap();
-        let mut data = UnixStream::connect_addr(&name_of).unwrap();
-        data.set_read_timeout(Some(PATIENCE)).unwrap();
-        let introduction = Introduction::Lane { session: theirs.session, lane: 0, secret: established.lane_secret };
-        let bound = shake(&mut data, dialler(introduction, VERSIONS)).unwrap().unwrap();
-        assert_eq!(bound.verdict, Verdict::Lane);
-        node.wait_up(&peer(name, 1));
-        Self { control, data }
-    }
-
-    fn share(&mut self, share: &Share, file: Option<&OwnedFd>) -> Option<String> {
-        let table = share.encode();
-        let header = FrameHeader { sequence: share.region, ..FrameHeader::with_body(FrameKind::Share, &table) };
-        let bytes = [&header.encode(VERSION)[..], &table].concat();
-        match file {
-            Some(file) => {
-                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-                let mut ancillary = SendAncillaryBuffer::new(&mut space);
-                let files = [file.as_fd()];
-                assert!(ancillary.push(SendAncillaryMessage::ScmRights(&files)));
-                let sent = sendmsg(&self.data, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::empty()).unwrap();
-                assert_eq!(sent, bytes.len());
-            }
-            None => self.data.write_all(&bytes).unwrap(),
-        }
-        let (header, body) = self.word(FrameKind::Mapped);
-        assert_eq!(header.sequence, share.region);
-        (!body.is_empty()).then(|| String::from_utf8(body).unwrap())
-    }
-
-    fn lend(&mut self, grant: GrantKey, sequence: u32, loan: &Loan) {
-        let payload_bytes: u32 = loan.runs.iter().map(|run| run.bytes).sum();
-        let mut table = Vec::new();
-        encode_loan(loan, &[Extent::contiguous(0, payload_bytes.into())], b"note", &mut table);
-        let header = FrameHeader {
-            grant: grant.0,
-            sequence,
-            extents: 1,
-            notification_bytes: 4,
-            payload_bytes,
-            write_bytes: payload_bytes.into(),
-            ..FrameHeader::with_body(FrameKind::Lend, &table)
-        };
-        self.data.write_all(&[&header.encode(VERSION)[..], &table].concat()).unwrap();
-    }
-
-    /// The next frame of a kind on the data lane; what the node shares itself is passed over.
-    fn word(&mut self, kind: FrameKind) -> (FrameHeader, Vec<u8>) {
-        loop {
-            let mut bytes = [0; FrameHeader::BYTES];
-            self.data.read_exact(&mut bytes).unwrap();
-            let header = FrameHeader::decode(&bytes, VERSION).unwrap();
-            let mut body = vec![0; header.table_bytes as usize];
-            self.data.read_exact(&mut body).unwrap();
-            if header.kind == kind {
-                return (header, body);
-            }
-            assert_eq!(header.kind, FrameKind::Share);
-        }
-    }
 }
 
 fn file(bytes: &[u8], seals: SealFlags) -> OwnedFd {

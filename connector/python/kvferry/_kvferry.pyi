@@ -102,11 +102,13 @@ class Scheduler:
 
 @final
 class PollResult:
-    """What one poll of a worker brought."""
+    """What one poll of a worker brought: requests whose loads ended; those of them that failed, and why; the bad blocks of failed requests with
+    a good prefix; failed requests of which nothing is good; what the scheduler half must be told."""
 
     received: list[str]
     failed: list[tuple[str, str]]
     bad_blocks: set[int]
+    failed_requests: set[str]
     report: bytes | None
 
 @final
@@ -114,7 +116,14 @@ class Worker:
     """The half that stands beside one worker's model; all calls come from the model's thread."""
 
     def __new__(
-        cls, config: Config, *, incarnation: int, cache: CacheFacts, model: ModelFacts, tensors: object
+        cls,
+        config: Config,
+        *,
+        incarnation: int,
+        cache: CacheFacts,
+        model: ModelFacts,
+        tensors: object,
+        request_failures: bool,
     ) -> Worker: ...
     @property
     def address(self) -> str:

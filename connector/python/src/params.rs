@@ -6,6 +6,7 @@
 //! | `do_remote_prefill` | decode | fetch it |
 //! | `transfer_id` | both | names the hand-over, any text; prefill draws one if there is none. On the wire it is hashed together with the prompt, so a leg with another prompt finds nothing under it |
 //! | `remote_num_tokens` | decode | prefill's prompt; decode's must have as many tokens |
+//! | `remote_prompt` | decode | the digest of prefill's prompt, 32 hexadecimal digits; decode's must be the same |
 //! | `remote_addresses` | decode | where prefill's workers listen, by tensor-parallel rank: `["10.0.0.7:7400"]` |
 //! | `remote_host`, `remote_port` | decode | the same, for workers on consecutive ports |
 //! | `remote_engine_id` | decode | prefill's engine; nobody else may answer, and a session that it dialled is used |
@@ -50,6 +51,13 @@ impl Prompt {
         Self { tokens: tokens.len() as u32, hash: hasher.finalize().into() }
     }
 
+    /// What prefill tells of its prompt, so that decode finds at once that it has another one.
+    fn digest(&self) -> String {
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&self.hash[..16]);
+        format!("{:032x}", u128::from_be_bytes(bytes))
+    }
+
     /// The id of a hand-over of this prompt: both sides make the same of the same name and the same prompt, and of nothing else.
     pub(crate) fn transfer(&self, name: &str) -> TransferId {
         let mut hasher = Sha256::new();
@@ -86,7 +94,7 @@ pub(crate) fn answer<'py>(
     engine_id: &str,
     name: &str,
     addresses: &[SocketAddr],
-    prompt_tokens: u32,
+    prompt: &Prompt,
 ) -> PyResult<Bound<'py, PyDict>> {
     let answer = PyDict::new(py);
     answer.set_item("do_remote_prefill", true)?;
@@ -99,7 +107,8 @@ pub(crate) fn answer<'py>(
     }
     answer.set_item("remote_addresses", PyList::new(py, addresses.iter().map(ToString::to_string))?)?;
     answer.set_item("tp_size", addresses.len())?;
-    answer.set_item("remote_num_tokens", prompt_tokens)?;
+    answer.set_item("remote_num_tokens", prompt.tokens)?;
+    answer.set_item("remote_prompt", prompt.digest())?;
     Ok(answer)
 }
 
@@ -141,6 +150,11 @@ impl<'py> Said<'_, 'py> {
                 "remote_num_tokens: prefill's prompt has {theirs} tokens, this one {ours}; send both legs one prompt"
             );
             return Err(self.refuse(problem));
+        }
+        if self.get::<String>("remote_prompt")?.is_some_and(|theirs| theirs != self.prompt.digest()) {
+            let problem = "remote_prompt: prefill computed another prompt of this length, or this one with another adapter or \
+                           other images; send both legs one prompt";
+            return Err(self.refuse(problem.to_owned()));
         }
         let from = self.addresses()?.into_iter().map(PeerAddress::Tcp).collect();
         let engine = self.get::<String>("remote_engine_id")?.map(|name| EngineId::new(&name));

@@ -197,8 +197,7 @@ impl Scheduler {
         let Hold::Until { transfer, .. } = hold else { return Ok((false, None)) };
         state.held.insert(id);
         let is_offered = is_complete && transfer.is_some();
-        let (name, tokens) = (&known.name, known.request.prompt_tokens);
-        let answer = || params::answer(py, &self.engine_id, name, &state.addresses, tokens);
+        let answer = || params::answer(py, &self.engine_id, &known.name, &state.addresses, &known.prompt);
         Ok((true, is_offered.then(answer).transpose()?))
     }
 

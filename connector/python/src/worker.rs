@@ -2,6 +2,12 @@
 //!
 //! What the engine hears of loads passes a set of those that it awaits: a report about another is counted and dropped, since the engine
 //! takes it for a fault of its own and ends.
+//!
+//! A load that failed is told in one of two ways. Where a prefix of the request is good, be it the engine's own or what landed, by its bad
+//! blocks: the engine keeps the prefix in place and goes on behind it. Where nothing is good, by the request itself, in engines that hear of
+//! that: vLLM then frees its blocks, just as it does when block 0 is bad, but needs no look at the blocks of all waiting requests. Not for
+//! requests with a prefix, since vLLM sets a failed request back to token 0 and frees what it had in its own cache, too. Source: vLLM 0.32
+//! `v1/core/sched/scheduler.py`, `_handle_failed_recving`, `_update_requests_with_invalid_blocks`, `_update_waiting_for_remote_kv`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -47,10 +53,21 @@ struct State {
     loads: Vec<Load>,
     /// Whether this step computes something that a peer wants.
     saves: bool,
-    /// Blocks of loads whose end the engine awaits.
-    awaited: BTreeMap<RequestId, Vec<BlockId>>,
+    /// Loads whose end the engine awaits.
+    awaited: BTreeMap<RequestId, Awaited>,
+    /// Whether the engine hears of failed requests, not of bad blocks only.
+    request_failures: bool,
     /// Reports that the engine did not await.
     unknown: u64,
+}
+
+/// A load that goes on.
+#[derive(Debug)]
+struct Awaited {
+    /// Where it lands.
+    blocks: Vec<BlockId>,
+    /// Whether it is all of the request: nothing before it came from the engine's own cache.
+    is_whole: bool,
 }
 
 /// What one poll brought.
@@ -61,8 +78,10 @@ pub(crate) struct PollResult {
     received: Vec<String>,
     /// Those of them that miss something, and why.
     failed: Vec<(String, String)>,
-    /// Blocks whose KV is missing.
+    /// Blocks whose KV is missing, of failed requests with a good prefix.
     bad_blocks: BTreeSet<u32>,
+    /// Failed requests of which nothing is good; none of their blocks is in `bad_blocks`. Empty where the engine hears of blocks only.
+    failed_requests: BTreeSet<String>,
     /// For the scheduler half; None if there is nothing to tell.
     report: Option<Py<PyBytes>>,
 }
@@ -70,9 +89,10 @@ pub(crate) struct PollResult {
 #[pymethods]
 impl Worker {
     /// Registers the engine's tensors in place, opens the transport and starts kvferry's threads. All ranks of one start of an engine have the
-    /// same `incarnation`, drawn at random. `tensors` is kept alive until the worker is gone.
+    /// same `incarnation`, drawn at random. `tensors` is kept alive until the worker is gone. `request_failures`: the engine hears of failed
+    /// requests, not of bad blocks only.
     #[new]
-    #[pyo3(signature = (config, *, incarnation, cache, model, tensors))]
+    #[pyo3(signature = (config, *, incarnation, cache, model, tensors, request_failures))]
     fn new(
         py: Python<'_>,
         config: &Config,
@@ -80,11 +100,12 @@ impl Worker {
         cache: CacheFacts,
         model: ModelFacts,
         tensors: Py<PyAny>,
+        request_failures: bool,
     ) -> PyResult<Self> {
         let started = py.detach(|| start(config, incarnation, &cache, &model))?;
         let Started { worker, metrics, address, order } = started;
         let (loads, awaited) = Default::default();
-        let state = Mutex::new(State { worker, loads, saves: false, awaited, unknown: 0 });
+        let state = Mutex::new(State { worker, loads, saves: false, awaited, request_failures, unknown: 0 });
         Ok(Self { address, order, metrics, state, _tensors: tensors })
     }
 
@@ -141,7 +162,10 @@ impl Worker {
             let State { worker, loads, awaited, .. } = &mut *state;
             // A load of nothing only tells the peer that it may let go: no request waits for it.
             let waiting = loads.iter().filter(|load| !load.tokens.is_empty());
-            awaited.extend(waiting.map(|load| (load.request.clone(), load.blocks.clone())));
+            awaited.extend(waiting.map(|load| {
+                let is_whole = load.tokens.start == 0;
+                (load.request.clone(), Awaited { blocks: load.blocks.clone(), is_whole })
+            }));
             Ok(worker.begin_loads(std::mem::take(loads)).map_err(BindingError::from)?)
         })
     }
@@ -169,7 +193,8 @@ impl Worker {
             Ok::<_, PyErr>((state.awaited(results), report))
         })?;
         let report = report.map(|bytes| PyBytes::new(py, &bytes).unbind());
-        Ok(PollResult { received: polled.received, failed: polled.failed, bad_blocks: polled.bad_blocks, report })
+        let Polled { received, failed, bad_blocks, failed_requests } = polled;
+        Ok(PollResult { received, failed, bad_blocks, failed_requests, report })
     }
 
     /// kvferry's counters that the engine's log and metrics show, since the worker's start.
@@ -184,6 +209,7 @@ impl Worker {
             counters.set_item(format!("{name}_failed"), failed.map(|(_, count)| count).sum::<u64>())?;
             counters.set_item(format!("{name}_seconds"), seen.transfer_seconds.get(side).sum_seconds)?;
         }
+        counters.set_item("lent_bytes", seen.lent_bytes_total)?;
         counters.set_item("loaded_tokens", seen.loaded_tokens_total)?;
         counters.set_item("digest_mismatches", seen.digest_mismatches_total)?;
         counters.set_item("leases_expired", seen.leases_expired_total)?;
@@ -221,6 +247,7 @@ struct Polled {
     received: Vec<String>,
     failed: Vec<(String, String)>,
     bad_blocks: BTreeSet<u32>,
+    failed_requests: BTreeSet<String>,
 }
 
 impl State {
@@ -234,13 +261,17 @@ impl State {
             }
         }
         for failure in results.failed {
-            let Some(blocks) = self.awaited.remove(&failure.request) else {
+            let Some(Awaited { blocks, is_whole }) = self.awaited.remove(&failure.request) else {
                 self.unknown += 1;
                 continue;
             };
             // Some are bad: a load that misses nothing is reported as loaded.
             let good = failure.good_blocks.len().min(blocks.len().saturating_sub(1));
-            polled.bad_blocks.extend(blocks[good..].iter().map(|block| block.get()));
+            if self.request_failures && is_whole && good == 0 {
+                polled.failed_requests.insert(failure.request.to_string());
+            } else {
+                polled.bad_blocks.extend(blocks[good..].iter().map(|block| block.get()));
+            }
             polled.received.push(failure.request.to_string());
             polled.failed.push((failure.request.to_string(), failure.reason));
         }

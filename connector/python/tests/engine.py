@@ -94,6 +94,7 @@ class Engine:
         options: dict[str, Any] | None = None,
         model: ModelFacts | None = None,
         incarnation: int | None = None,
+        request_failures: bool = False,
     ) -> None:
         written = {"psk_file": str(psk_file), **(options or {})}
         self.config = kvferry.Config(written, engine_id=name, role=role, load_failure_policy="fail")
@@ -105,12 +106,14 @@ class Engine:
             cache=self.memory.facts(),
             model=model or ModelFacts(),
             tensors=self.memory,
+            request_failures=request_failures,
         )
         self.scheduler.set_addresses([self.worker.address])
         # What an engine was told: each id is to stand here once.
         self.received: list[str] = []
         self.failed: dict[str, str] = {}
         self.bad_blocks: set[int] = set()
+        self.failed_requests: set[str] = set()
         self.released: list[str] = []
 
     def step(
@@ -138,6 +141,7 @@ class Engine:
         self.received += polled.received
         self.failed.update(polled.failed)
         self.bad_blocks |= polled.bad_blocks
+        self.failed_requests |= polled.failed_requests
         self.released += released
         if polled.report is not None:
             self.scheduler.apply([polled.report])

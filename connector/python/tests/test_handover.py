@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine import PAGE, TOKENS, Engine, ModelFacts, wait_for
+from engine import LAYERS, PAGE, TOKENS, Engine, ModelFacts, wait_for
 
 
 # Twenty blocks take two seconds.
@@ -192,6 +192,44 @@ def test_a_prefill_engine_that_dies_fails_the_load_and_the_next_start_is_another
     assert_carried(again, decode, [2, 3, 4, 5], [6, 7, 8, 9])
 
 
+@pytest.mark.parametrize("request_failures", [True, False])
+def test_a_load_of_which_nothing_is_good_is_told_by_request_where_the_engine_hears_of_requests(engines, request_failures):
+    prefill = engines("p", "prefill", options={"lease_ttl_ms": 300})
+    decode = engines("d", "decode", request_failures=request_failures)
+    params = prefill.prefill("a", 97, [2, 3, 4, 5], seed=1, params={"do_remote_decode": True})
+    wait_for("the release", lambda: prefill.released == ["a"], prefill)
+    decode.load("b", 97, [6, 7, 8, 9], params)
+    wait_for("the refusal", lambda: decode.received == ["b"], decode)
+    assert set(decode.failed) == {"b"}
+    told = ({"b"}, set()) if request_failures else (set(), {6, 7, 8, 9})
+    assert (decode.failed_requests, decode.bad_blocks) == told
+
+
+def test_where_the_engine_has_a_prefix_of_its_own_only_the_blocks_behind_it_are_bad(engines):
+    prefill = engines("p", "prefill", options={"lease_ttl_ms": 300})
+    decode = engines("d", "decode", request_failures=True)
+    params = prefill.prefill("a", 97, [2, 3, 4, 5], seed=1, params={"do_remote_decode": True})
+    wait_for("the release", lambda: prefill.released == ["a"], prefill)
+    decode.load("b", 97, [6, 7, 8, 9], params, local=2 * TOKENS)
+    wait_for("the refusal", lambda: decode.received == ["b"], decode)
+    assert set(decode.failed) == {"b"}
+    assert (decode.failed_requests, decode.bad_blocks) == (set(), {8, 9})
+
+
+def test_what_landed_of_a_load_that_was_cut_off_is_no_bad_block(engines):
+    prefill = engines("p", "prefill", options=SLOW)
+    decode = engines("d", "decode", options={"absent_deadline_ms": 500}, request_failures=True)
+    params = prefill.prefill("a", 640, MANY, seed=1, params={"do_remote_decode": True})
+    decode.load("b", 640, MANY, params)
+    wait_for("half", lambda: decode.worker.counters()["received_bytes"] > 10 * LAYERS * PAGE, decode)
+    prefill.worker.shutdown(0.0)
+    wait_for("the failure", lambda: decode.received == ["b"], decode)
+    assert set(decode.failed) == {"b"}
+    good = len(MANY) - len(decode.bad_blocks)
+    assert decode.bad_blocks == set(MANY[good:]) and (decode.failed_requests == {"b"}) == (good == 0)
+    assert_carried(prefill, decode, MANY[:good], MANY[:good])
+
+
 def test_a_lease_that_nobody_takes_ends_and_who_comes_late_is_refused_at_once(engines):
     prefill, decode = engines("p", "prefill", options={"lease_ttl_ms": 300, "verdict_timeout_ms": 1000}), engines("d", "decode")
     params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
@@ -211,6 +249,21 @@ def test_an_abort_before_anybody_asked_gives_the_blocks_back_at_once(engines):
     assert prefill.scheduler.finished("a", [2, 3], False) == (True, None)
     wait_for("the release", lambda: prefill.released == ["a"], prefill)
     assert "kvferry_transfers_live{side=\"send\"} 1" in prefill.worker.metrics(), "its verdict is still awaited"
+
+
+@pytest.mark.parametrize("way", ["cma", "uds", "tcp"])
+def test_a_prompt_is_carried_by_each_way_out_of_the_engines_own_memory(engines, way):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode", options={"paths": [way]})
+    for turn in range(3):
+        ours, theirs = blocks_for(97, 2 + turn), blocks_for(97, 12 - turn)
+        params = prefill.prefill(f"a{turn}", 97, ours, seed=turn, params={"do_remote_decode": True})
+        decode.load(f"b{turn}", 97, theirs, params)
+        wait_for("the load", lambda: f"b{turn}" in decode.received, decode, prefill)
+        assert not decode.failed
+        assert_carried(prefill, decode, ours, theirs)
+    wait_for("rest", lambda: prefill.released == ["a0", "a1", "a2"], prefill)
+    lent = prefill.worker.counters()["lent_bytes"]
+    assert (lent > 0) == (way == "cma") and lent <= prefill.worker.counters()["sent_bytes"]
 
 
 @pytest.mark.parametrize("names", [("a", "z"), ("z", "a")])
@@ -238,10 +291,17 @@ def test_another_prompt_finds_nothing_under_the_same_name(engines):
     assert not decode.failed
     assert_carried(prefill, decode, [2, 3], [6, 7])
 
+    # Prefill's answer says which prompt it is of, so this ends before it begins.
+    for prompt, more in [(list(range(2, 66)), ""), (list(range(64)), "an adapter")]:
+        with pytest.raises(ValueError, match="remote_prompt: prefill computed another prompt"):
+            decode.scheduler.add("never", prompt, more, 8, answer)
+
+    # A router that posts both legs at once cannot say it, and then the load waits in vain.
+    at_once = {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [prefill.worker.address]}
     before = decode.memory.pages([8, 9])
-    assert decode.scheduler.add("c", list(range(2, 66)), "", 8, answer)
+    assert decode.scheduler.add("c", list(range(2, 66)), "", 8, at_once)
     decode.scheduler.allocated("c", [8, 9], 64)
-    assert decode.scheduler.add("e", list(range(64)), "an adapter", 8, answer)
+    assert decode.scheduler.add("e", list(range(64)), "an adapter", 8, at_once)
     decode.scheduler.allocated("e", [10, 11], 64)
     wait_for("both failures", lambda: sorted(decode.received) == ["b", "c", "e"], decode, prefill)
     assert set(decode.failed) == {"c", "e"} and decode.memory.pages([8, 9]) == before

@@ -71,6 +71,7 @@ FETCH = {"do_remote_prefill": True, "transfer_id": "1" * 32, "remote_addresses":
         ("both", {"do_remote_decode": True, "tp_size": 0}, "1 to 1024"),
         ("both", {"do_remote_decode": True, "tp_size": 65534}, "1 to 1024"),
         ("both", {**FETCH, "remote_num_tokens": 51}, "prefill's prompt has 51 tokens, this one 40"),
+        ("both", {**FETCH, "remote_prompt": "00" * 16}, "prefill computed another prompt"),
         ("prefill", FETCH, "kv_consumer or kv_both"),
         ("decode", {"do_remote_decode": True}, "kv_producer or kv_both"),
         ("both", {"do_remote_decode": True}, "max_tokens = 1"),
@@ -157,7 +158,14 @@ def test_a_layer_that_is_another_or_reaches_past_its_memory_is_refused(psk):
     from engine import ModelFacts
 
     with pytest.raises(RuntimeError, match="KV cache"):
-        kvferry.Worker(config({"psk_file": str(psk)}), incarnation=1, cache=facts, model=ModelFacts(), tensors=memory)
+        kvferry.Worker(
+            config({"psk_file": str(psk)}),
+            incarnation=1,
+            cache=facts,
+            model=ModelFacts(),
+            tensors=memory,
+            request_failures=True,
+        )
 
 
 def test_a_fingerprint_tells_models_apart(tmp_path):

@@ -160,6 +160,7 @@ fn a_bad_value_is_refused_with_its_key_what_was_found_and_what_to_write() {
         ("advertise = '0.0.0.0:7400'", ["advertise = 0.0.0.0:7400", "dialled", ""]),
         ("peers = ['1.2.3.4:5', '1.2.3.4:0']", ["peers = 1.2.3.4:0", "port 0", ""]),
         ("peers = '1.2.3.4:5'", ["peers", "expected a list", ""]),
+        ("listen = '10.0.0.7:1'\nadvertise = '127.0.0.1:1'", ["advertise = 127.0.0.1:1", "find themselves", ""]),
         ("paths = ['tpc']", ["paths = tpc", "shm, cma, uds and tcp", ""]),
         ("paths = []", ["paths = nothing", "shm, cma, uds and tcp", ""]),
         ("link_gbps = 0.0", ["link_gbps = 0", "more than 0", ""]),

@@ -365,6 +365,11 @@ impl TryFrom<RawConfig> for Network {
             let fix = "set advertise to the IP and port by which peers reach this host, or listen on that IP";
             return Err(value("listen", listen, fix.into()));
         }
+        if let Some(told) = advertise.filter(|told| told.ip().is_loopback() && !listen.ip().is_loopback()) {
+            let fix =
+                "peers on other hosts would find themselves there; write the IP by which they reach this host".into();
+            return Err(value("advertise", told, fix));
+        }
         let is_read = raw.psk.is_none();
         let psk = match (raw.psk, &raw.psk_file) {
             (Some(psk), _) => Some(psk),

@@ -59,6 +59,8 @@ metrics! {
         "Transfers without a verdict.";
     transfer_bytes_total: Family<Side, Counter> => ByLabel<Side, u64>,
         "K/V bytes handed to the transport (send), or landed and verified (receive).";
+    lent_bytes_total: Counter => u64,
+        "Bytes that were sent by staying where they are: a peer on this host copied them out of this process's memory itself.";
     chunks_total: Family<Side, Counter> => ByLabel<Side, u64>,
         "Chunks posted (send), or verified (receive).";
     transfer_seconds: Family<Side, Histogram> => ByLabel<Side, HistogramValues>,

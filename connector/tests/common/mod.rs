@@ -132,7 +132,7 @@ impl Engine {
             run_bytes: vec![4 * DIM as u32; 2],
         };
         let order: LayoutOrder = setup.layout.parse().unwrap();
-        let cache = HostKvCache::new(shape, KvDtype::F32, order, Placement::OneRegion).unwrap();
+        let cache = HostKvCache::shareable(shape, KvDtype::F32, order, Placement::OneRegion).unwrap();
         let (manifest, shard) = (manifest(setup.model), Shard::default());
         let transport = make(&config, greeting(&config, &manifest, shard, cache.layout()).unwrap());
         let given = if setup.raw {

@@ -166,7 +166,9 @@ class ObservedConnector(Timed):  # type: ignore[misc, valid-type]
             if request_id in _loads:
                 _transfers.append(now - _loads.pop(request_id))
             what = self._awaited.pop(request_id, None)
-            if what is not None:
+            if request_id in results.failed_recving:
+                self._append({"event": "failed request", "request": request_id})
+            elif what is not None:
                 if SETTINGS.get("corrupt"):
                     self._spoil(what["blocks"])
                 self._tell("landed", request_id, what)

@@ -135,9 +135,9 @@ def landed(engine: EngineProcess, request: str) -> Landing | None:
     return _find(engine, request, "landed")
 
 
-def bad_blocks(engine: EngineProcess) -> int:
-    """How many blocks the connector declared bad."""
-    return sum(len(event["blocks"]) for event in engine.events() if event["event"] == "bad blocks")
+def failures(engine: EngineProcess) -> int:
+    """How often the connector told this engine that a load failed, by the request or by its bad blocks."""
+    return sum(event["event"] in ("failed request", "bad blocks") for event in engine.events())
 
 
 def differing(source: Landing, arrived: Landing) -> list[tuple[str, int]]:

@@ -13,6 +13,8 @@ BLOCK = 32
 AROUND_BLOCKS = [1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257]
 LONG = [500, 1000, 1537]
 ANSWER = 16
+NAMES = {"shm": "SharedMemory", "cma": "ProcessMemory", "uds": "UnixSocket"}
+"""Ways that payload goes, as they are configured and as the log names those that are not taken."""
 ORDERS = {"prefill first": 10_000, "decode first": 20_000}
 
 
@@ -46,6 +48,46 @@ def test_bytes_and_tokens_are_the_same_for_long_prompts(ferry: Pair, reference: 
     for length in LONG:
         check_hand_over(ferry, reference, length, order)
     ferry.wait_free()
+
+
+def lent_and_sent(prefill: EngineProcess) -> tuple[float, float]:
+    """Bytes that decode read out of this engine's memory itself, and all that were sent."""
+    lent = prefill.connector_metric("kvferry_lent_bytes_total")
+    return lent, prefill.connector_metric("kvferry_transfer_bytes_total", 'side="send"')
+
+
+def test_on_one_host_decode_reads_the_blocks_out_of_prefills_own_tensors(ferry: Pair, reference: EngineProcess) -> None:
+    # The first one waits until decode has seen that it can read prefill's memory.
+    check_hand_over(ferry, reference, 290, "prefill first")
+    if "cannot be read" in (log := ferry.decode.log_tail(2000)):
+        pytest.skip(next(line for line in log.splitlines() if "cannot be read" in line))
+    ferry.wait_free()
+    before = lent_and_sent(ferry.prefill)
+    check_hand_over(ferry, reference, 291, "prefill first")
+    check_hand_over(ferry, reference, 292, "decode first")
+    ferry.wait_free()
+    lent, sent = (now - then for now, then in zip(lent_and_sent(ferry.prefill), before))
+    assert lent == sent > 0
+
+
+@pytest.mark.parametrize(("way", "better"), [("cma", "shm"), ("uds", "cma"), ("tcp", "uds")])
+def test_bytes_and_tokens_are_the_same_by_each_way_and_the_log_says_why_not_a_better_one(
+    folder: Path, tiny: Path, reference: EngineProcess, way: str, better: str
+) -> None:
+    with pair(folder, tiny, KvFerry(decode_config={"paths": [way]})) as both:
+        for length in (1, 33, 64, 300):
+            check_hand_over(both, reference, length, "prefill first")
+            check_hand_over(both, reference, length + 1, "decode first")
+        both.wait_free()
+        [told] = [line for line in both.decode.log_tail(2000).splitlines() if "payload's way" in line]
+        assert f"path={way}" in told
+        reason = told.split(NAMES[better])[1]
+        assert reason.startswith(", \"this side's configuration does not allow it\"")
+        lent, sent = lent_and_sent(both.prefill)
+        if way == "cma" and "cannot be read" not in both.decode.log_tail(2000):
+            assert 0 < lent <= sent
+        else:
+            assert (lent, sent > 0) == (0, True)
 
 
 def test_a_prompt_that_prefill_computes_in_chunks_arrives_whole(

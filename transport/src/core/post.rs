@@ -103,6 +103,16 @@ impl Post {
         })
     }
 
+    /// The slabs that the source reads, to keep them beyond the post's end; `None` if it ended.
+    pub(crate) fn slabs(&self) -> Option<Vec<Arc<dyn Slab>>> {
+        let source = self.source.read().unwrap_or_else(PoisonError::into_inner);
+        let parts = source.as_ref()?.0.iter().filter_map(|(_, part)| match part {
+            Part::Window(_) => None,
+            Part::Slab(slab) => Some(Arc::clone(slab)),
+        });
+        Some(parts.collect())
+    }
+
     /// Permits to read the source while the result is held: for one system call. `None` after the post's end.
     pub(crate) fn read_source(&self) -> Option<Reading<'_>> {
         let source = self.source.read().unwrap_or_else(PoisonError::into_inner);

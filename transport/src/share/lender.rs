@@ -73,7 +73,11 @@ impl Lender {
                     let address = region.start() as u64;
                     return Some((share(Reach::Address { address }), None));
                 }
-                _ => {} // its bytes go over the lanes
+                _ => {
+                    let why =
+                        "it has no descriptor that the peer could map, and reading the process (cma) is not agreed on";
+                    tracing::warn!(region = id, why, "memory is not shared with the peer; its bytes go over the lanes");
+                }
             }
         }
     }

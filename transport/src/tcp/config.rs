@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use crate::api::PathKind;
 use crate::rdma::{RdmaConfig, RdmaConfigFile};
+use crate::ucx::{UcxConfig, UcxConfigFile};
 
 /// The keys of a configuration file's `[tcp]` table; every key has a default.
 #[derive(Clone, Debug, Deserialize)]
@@ -21,6 +22,8 @@ pub struct TcpConfigFile {
     pub paths: Vec<PathKind>,
     /// How RDMA devices are used, if `paths` allows them.
     pub rdma: RdmaConfigFile,
+    /// How UCX is set up, if `paths` names it.
+    pub ucx: UcxConfigFile,
     /// Data lanes to a peer on this host.
     pub lanes_same_host: u16,
     /// Data lanes to a peer on another host.
@@ -68,6 +71,7 @@ impl Default for TcpConfigFile {
             advertise: None,
             paths: PathKind::ALL.to_vec(),
             rdma: RdmaConfigFile::default(),
+            ucx: UcxConfigFile::default(),
             lanes_same_host: 2,
             lanes_remote: 4,
             data_threads: 2,
@@ -99,6 +103,7 @@ pub struct TcpConfig {
     pub(crate) advertise: Option<SocketAddr>,
     pub(crate) paths: Vec<PathKind>,
     pub(crate) rdma: RdmaConfig,
+    pub(crate) ucx: UcxConfig,
     pub(crate) lanes_same_host: u16,
     pub(crate) lanes_remote: u16,
     pub(crate) data_threads: usize,
@@ -178,12 +183,15 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
             let fix = "give 0.001 to 10000, or leave it out".to_owned();
             return Err(ConfigError { key: "link_gbps", found: gbps.to_string(), fix });
         }
-        let rdma = RdmaConfig::try_from(file.rdma.clone()).map_err(|error| ConfigError {
-            key: "rdma",
-            found: "a setting that cannot be".to_owned(),
-            fix: error.to_string(),
+        let rdma = RdmaConfig::try_from(file.rdma.clone()).map_err(|error| {
+            let (found, fix) = (error.to_string(), "give what it says".to_owned());
+            ConfigError { key: "rdma", found, fix }
         })?;
-        Ok(Self { rdma, ..Self::unchecked(&file) })
+        let ucx = UcxConfig::try_from(file.ucx.clone()).map_err(|error| {
+            let (found, fix) = (error.to_string(), "give what it says".to_owned());
+            ConfigError { key: "ucx", found, fix }
+        })?;
+        Ok(Self { rdma, ucx, ..Self::unchecked(&file) })
     }
 }
 
@@ -194,6 +202,7 @@ impl TcpConfig {
             advertise: file.advertise,
             paths: file.paths.clone(),
             rdma: RdmaConfig::default(),
+            ucx: UcxConfig::default(),
             lanes_same_host: file.lanes_same_host,
             lanes_remote: file.lanes_remote,
             data_threads: file.data_threads.into(),

@@ -188,6 +188,16 @@ impl Control {
                     .ok_or_else(|| self.wrong("a word of a path that is not taken".to_owned()))?
                     .hear(session.key, word);
             }
+            FrameKind::Card => {
+                if body.is_empty() && session.ucx.get().is_none() {
+                    return Ok(());
+                }
+                let lane =
+                    session.ucx.get().ok_or_else(|| self.wrong("it tells a card that nobody asked for".to_owned()))?;
+                if let Err(error) = lane.take_card(body) {
+                    return Err(self.wrong(error.to_string()));
+                }
+            }
             FrameKind::Data | FrameKind::Lend | FrameKind::Share | FrameKind::Mapped => {
                 return Err(self.wrong(format!("a {:?} frame on the control lane", header.kind)));
             }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{Dialler, Introduction, Listener, PeerIdentity};
+use kvferry_protocol::wire::{Dialler, FrameHeader, FrameKind, Introduction, Listener, PeerIdentity};
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::Control;
@@ -404,6 +404,7 @@ impl Driver<'_> {
             sockets: sockets.clone(),
         };
         let session = Arc::new(Session::new(setup, now));
+        self.open_ucx(&session, pending.choice.by_ucx && !are_unix);
         shared.core.grants.open_session(key);
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
@@ -425,6 +426,23 @@ impl Driver<'_> {
             self.next_data += 1;
         }
         self.live.push(Control::new(session, control, now, shared.config.keepalive));
+    }
+
+    /// Begins to make a session's link over UCX, if it was chosen: tells the peer how to reach it.
+    fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
+        let Some(ucx) = self.shared.ucx.as_ref().filter(|_| is_chosen) else { return };
+        match ucx.open(session) {
+            Ok((lane, body)) => {
+                // The session is new: nobody else gives it one, and its control lane is empty.
+                let _ = session.ucx.set(lane);
+                let header = FrameHeader::with_body(FrameKind::Card, &body);
+                let _ = session.queue_control(header, &body, usize::MAX);
+            }
+            Err(error) => {
+                tracing::warn!(peer = session.name, %error, "no UCX: payload goes over TCP lanes");
+                let _ = session.queue_control(FrameHeader::empty(FrameKind::Card), &[], usize::MAX);
+            }
+        }
     }
 
     fn serve(&mut self, index: usize, is_ready: bool) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{
-    ClusterKey, ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
+    ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
 };
 use kvferry_protocol::{PeerId, RegionId};
 
@@ -19,6 +19,7 @@ use super::driver::{self, Listeners};
 use super::path::Local;
 use super::session::Session;
 use super::socket;
+use super::ucx::Ucx;
 use super::verbs::Verbs;
 use super::wake::Waker;
 use crate::api::{
@@ -51,6 +52,7 @@ pub(crate) struct Shared {
     pub(crate) local: Local,
     /// RDMA devices, where they are allowed and there are some.
     pub(crate) verbs: Option<Arc<Verbs>>,
+    pub(crate) ucx: Option<Ucx>,
     pub(crate) state: Mutex<State>,
     pub(crate) waker: Waker,
     pub(crate) data: Vec<DataThread>,
@@ -93,7 +95,7 @@ impl Tcp {
     #[cfg(feature = "planted")]
     pub fn bind_planted(
         config: TcpConfig,
-        key: ClusterKey,
+        key: kvferry_protocol::wire::ClusterKey,
         peer: PeerId,
         greeting: Bytes,
         bug: crate::Planted,
@@ -120,14 +122,13 @@ impl Tcp {
             Some(advertised) => advertised,
             None => bound,
         };
-        let verbs = match config.paths.contains(&PathKind::Rdma) {
-            true => Verbs::open(&config.rdma).map(Arc::new).map_err(|error| with_cause(&error)),
-            false => Err("this side's configuration does not allow it".to_owned()),
-        };
-        if let (Err(problem), true) = (&verbs, config.paths.contains(&PathKind::Rdma)) {
-            tracing::warn!(problem, "RDMA is allowed and cannot be used");
-        }
-        let local = Local::new(&config.paths, verbs.as_ref().map(|_| ()).map_err(Clone::clone));
+        let verbs = start_verbs(&config);
+        let ucx = start_ucx(&config);
+        let local = Local::new(
+            &config.paths,
+            verbs.as_ref().map(|_| ()).map_err(Clone::clone),
+            ucx.as_ref().map(|_| ()).map_err(Clone::clone),
+        );
         let unix = local
             .rendezvous
             .as_deref()
@@ -145,9 +146,13 @@ impl Tcp {
             address,
             local,
             verbs: verbs.ok(),
+            ucx: ucx.ok(),
             state: Mutex::default(),
             config: config.clone(),
         });
+        if let Some(ucx) = &shared.ucx {
+            ucx.belongs_to(&shared);
+        }
         let tcp = Self { shared, threads: Mutex::default() };
         tcp.start(Listeners { tcp: listener, unix }).map_err(broken("start a thread"))?;
         Ok(tcp)
@@ -218,7 +223,14 @@ impl Shared {
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
         session.outbox.add(&self.core, &session.name, post)?;
-        self.wake_data();
+        match session.ucx.get().filter(|lane| lane.carries()) {
+            Some(lane) => {
+                if let Err(reason) = lane.pump(&self.core) {
+                    self.command(Command::Broken { session: session.key, reason });
+                }
+            }
+            None => self.wake_data(),
+        }
         Ok(id)
     }
 }
@@ -242,6 +254,14 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        if let Some(ucx) = &self.shared.ucx {
+            #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
+            // SAFETY: the caller's promise, which is the same; UCX is shut down with this transport.
+            let registered = unsafe { ucx.node.register(memory.clone()) };
+            if let Err(error) = registered {
+                tracing::warn!(%error, "UCX has to register this memory whenever it sends from it");
+            }
+        }
         let region = match &self.shared.verbs {
             Some(verbs) => verbs.register(&self.shared, memory)?,
             None => self.shared.core.register(memory)?,
@@ -310,6 +330,9 @@ impl Transport for Tcp {
 
     fn cancel(&self, peer: &PeerId, grant: GrantKey) {
         let Ok(session) = self.shared.session(peer) else { return };
+        if let Some(lane) = session.ucx.get() {
+            lane.cancel(grant);
+        }
         for sequence in session.outbox.cancel(&self.shared.core, grant) {
             let header = FrameHeader::about(FrameKind::Cancel, None, grant.0, sequence);
             // There are no more of these than posts. A session that is over has ended its posts.
@@ -325,6 +348,9 @@ impl Transport for Tcp {
 
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
+            if let Some(ucx) = &self.shared.ucx {
+                ucx.node.wake();
+            }
             self.shared.wake_data();
             self.shared.waker.wake();
         }
@@ -351,6 +377,9 @@ impl Transport for Tcp {
             }
             self.shared.verbs.iter().for_each(|verbs| verbs.stop());
         }
+        if let Some(ucx) = &self.shared.ucx {
+            ucx.node.shutdown();
+        }
     }
 }
 
@@ -360,12 +389,36 @@ impl Drop for Tcp {
     }
 }
 
+/// RDMA devices, if the configuration names them; else, or if there are none, why not.
+fn start_verbs(config: &TcpConfig) -> Result<Arc<Verbs>, String> {
+    if !config.paths.contains(&PathKind::Rdma) {
+        return Err("this side's configuration does not allow it".to_owned());
+    }
+    Verbs::open(&config.rdma).map(Arc::new).map_err(|error| {
+        let problem = with_cause(&error);
+        tracing::warn!(problem, "RDMA is allowed and cannot be used");
+        problem
+    })
+}
+
 /// An error and what is behind it, in one line.
 fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(source) => format!("{error}: {}", with_cause(source)),
         None => error.to_string(),
     }
+}
+
+/// UCX, if the configuration names it; else, or if it is not there, why not.
+fn start_ucx(config: &TcpConfig) -> Result<Ucx, String> {
+    if !config.paths.contains(&PathKind::Ucx) {
+        return Err("this side's configuration does not allow it".to_owned());
+    }
+    Ucx::start(&config.ucx, config.frame_bytes).map_err(|error| {
+        let problem = with_cause(&error);
+        tracing::warn!(problem, "UCX is not used");
+        problem
+    })
 }
 
 fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), TransportError> {

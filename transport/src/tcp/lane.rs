@@ -192,6 +192,8 @@ impl Lane {
                 self.outgoing = Outgoing::Words { bytes: std::mem::take(&mut self.words), sent: 0, file: None };
             } else if let Some(share) = self.next_share(core) {
                 self.outgoing = share;
+            } else if self.session.ucx_carries() {
+                return Ok(Turn::Nothing);
             } else if let Some(cut) = self.session.next_frame(frame_bytes) {
                 self.outgoing = Outgoing::Frame(Box::new(FrameOut::new(cut)));
             } else {

@@ -22,10 +22,11 @@ mod shake;
 mod socket;
 mod stream;
 mod target;
+mod ucx;
 mod verbs;
 mod verbs_link;
 mod verbs_words;
-mod wake;
+pub(crate) mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};
 pub use endpoint::Tcp;

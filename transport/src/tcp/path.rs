@@ -17,6 +17,8 @@ pub(crate) struct Local {
     boot: Result<[u8; BOOT_ID_BYTES], String>,
     /// Whether an RDMA device can be used, or why not.
     rdma: Result<(), String>,
+    /// Why UCX cannot be had here.
+    ucx: Result<(), String>,
     /// The abstract name of the listener for Unix lanes.
     pub(crate) rendezvous: Option<String>,
 }
@@ -31,6 +33,8 @@ pub(crate) struct Choice {
     pub(crate) by_address: bool,
     /// On TCP lanes, RDMA devices carry what they can reach.
     pub(crate) by_device: bool,
+    /// On TCP lanes, a link over UCX carries the payload.
+    pub(crate) by_ucx: bool,
     /// Why the better ways are not taken.
     pub(crate) not: Vec<(PathKind, String)>,
 }
@@ -45,8 +49,8 @@ pub(crate) enum Route {
 }
 
 impl Local {
-    /// `rdma` says whether a device was opened, if one is allowed.
-    pub(crate) fn new(allowed: &[PathKind], rdma: Result<(), String>) -> Self {
+    /// `rdma` and `ucx` say whether they can be had, if they are allowed.
+    pub(crate) fn new(allowed: &[PathKind], rdma: Result<(), String>, ucx: Result<(), String>) -> Self {
         let mut allowed = allowed.to_vec();
         allowed.sort_unstable();
         let needs_unix = allowed.iter().any(|kind| *kind < PathKind::Rdma);
@@ -60,7 +64,7 @@ impl Local {
                 name
             })
         });
-        Self { allowed, boot, rdma, rendezvous }
+        Self { allowed, boot, rdma, ucx, rendezvous }
     }
 
     pub(crate) fn allows(&self, kind: PathKind) -> bool {
@@ -81,8 +85,12 @@ impl Local {
             // Memory is shared over Unix lanes, so these are offered with it.
             offer(OfferKind::UNIX, [&boot[..], name.as_bytes()].concat());
         }
-        if self.rdma.is_ok() && self.allows(PathKind::Rdma) && self.allows(PathKind::Tcp) {
+        // What no lane can carry goes by TCP, so it is offered beside that.
+        if self.rdma.is_ok() && self.allows(PathKind::Tcp) {
             offer(OfferKind::RDMA, Vec::new());
+        }
+        if self.ucx.is_ok() {
+            offer(OfferKind::UCX, Vec::new());
         }
         if self.allows(PathKind::Tcp) {
             offer(OfferKind::TCP, Vec::new());
@@ -117,18 +125,32 @@ impl Local {
         let best = reason(PathKind::SharedMemory, by_descriptor.as_ref().map(|_| ()))
             || reason(PathKind::ProcessMemory, by_address.as_ref().map(|_| ()))
             || reason(PathKind::UnixSocket, sockets.as_ref().map(|_| ()));
-        let device = self.device(find(OfferKind::RDMA));
-        // Also beside Unix lanes, which the dialler may find out of reach.
-        let by_device = device.is_ok();
-        let route = match unix {
-            Ok(name) if best => Route::Unix(name),
-            _ => {
-                // Without a word in the configuration it is not tried, and not worth a reason.
-                not.extend(device.err().filter(|_| self.allows(PathKind::Rdma)).map(|why| (PathKind::Rdma, why)));
-                self.tcp_route(version, find(OfferKind::TCP), &mut not)
+        let mut beside_tcp = |kind, ours: &Result<(), String>, offer| match (ours, find(offer)) {
+            (Ok(()), Some(_)) => true,
+            (Ok(()), None) => {
+                not.push((kind, "the peer does not offer it".to_owned()));
+                false
+            }
+            // Who does not ask for it is not told why it is not there.
+            (Err(why), _) => {
+                if self.allows(kind) {
+                    not.push((kind, why.clone()));
+                }
+                false
             }
         };
-        Choice { route, by_descriptor: by_descriptor.is_ok(), by_address: by_address.is_ok(), by_device, not }
+        // Also beside Unix lanes, which the dialler may find out of reach.
+        let by_device = beside_tcp(PathKind::Rdma, &self.rdma, OfferKind::RDMA);
+        let by_ucx = !by_device && beside_tcp(PathKind::Ucx, &self.ucx, OfferKind::UCX);
+        let route = match unix {
+            Ok(name) if best => {
+                not.retain(|(kind, _)| *kind < PathKind::Rdma);
+                Route::Unix(name)
+            }
+            _ => self.tcp_route(version, find(OfferKind::TCP), &mut not),
+        };
+        let (by_descriptor, by_address) = (by_descriptor.is_ok(), by_address.is_ok());
+        Choice { route, by_descriptor, by_address, by_device, by_ucx, not }
     }
 
     /// What to take when the chosen way failed with `problem`.
@@ -141,14 +163,6 @@ impl Local {
             }
         }
         choice
-    }
-
-    fn device(&self, theirs: Option<&Offer>) -> Result<(), String> {
-        if !self.allows(PathKind::Rdma) {
-            return Err(NOT_ALLOWED.to_owned());
-        }
-        self.rdma.clone()?;
-        theirs.map(|_| ()).ok_or_else(|| "the peer does not offer it".to_owned())
     }
 
     fn unix_route(&self, version: u16, theirs: Option<&Offer>) -> Result<String, String> {
@@ -192,7 +206,11 @@ impl Choice {
                 if self.route != Route::Tcp {
                     not.push((PathKind::UnixSocket, "the peer dialled TCP lanes: it could not reach ours".to_owned()));
                 }
-                if self.by_device { PathKind::Rdma } else { PathKind::Tcp }
+                match (self.by_device, self.by_ucx) {
+                    (true, _) => PathKind::Rdma,
+                    (false, true) => PathKind::Ucx,
+                    (false, false) => PathKind::Tcp,
+                }
             }
         };
         PathReport { kind, not }
@@ -227,10 +245,11 @@ fn parse_boot_id(text: &str) -> Option<[u8; BOOT_ID_BYTES]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use PathKind::{ProcessMemory, SharedMemory, Tcp, UnixSocket};
+    use PathKind::{ProcessMemory, Rdma, SharedMemory, Tcp, Ucx, UnixSocket};
 
     fn local(allowed: &[PathKind], boot: u8) -> Local {
-        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed, Err("no device".to_owned())) }
+        let has = |kind| if allowed.contains(&kind) { Ok(()) } else { Err(NOT_ALLOWED.to_owned()) };
+        Local { boot: Ok([boot; BOOT_ID_BYTES]), ..Local::new(allowed, has(Rdma), has(Ucx)) }
     }
 
     #[test]
@@ -249,6 +268,23 @@ mod tests {
             assert_eq!(report.kind, want, "{name}: {choice:?}");
             assert!(report.not.iter().all(|(kind, why)| *kind < want && why.contains(reason)), "{name}: {report:?}");
             assert_eq!(report.not.len(), all.iter().filter(|kind| **kind < want).count(), "{name}: {report:?}");
+        }
+    }
+
+    #[test]
+    fn ucx_is_taken_between_hosts_and_only_where_both_have_it() {
+        let both = [Ucx, Tcp, UnixSocket];
+        for (name, ours, theirs, host, want) in [
+            ("another host", &both[..], &both[..], 2, Ucx),
+            ("one host", &both, &both, 1, UnixSocket),
+            ("the peer has none", &both, &[Tcp], 2, Tcp),
+            ("we have none", &[Tcp], &both, 2, Tcp),
+        ] {
+            let choice = local(ours, 1).choose(3, &local(theirs, host).offers());
+            let report = choice.report(matches!(choice.route, Route::Unix(_)));
+            assert_eq!(report.kind, want, "{name}: {choice:?}");
+            let has_reason = report.not.iter().any(|(kind, _)| *kind == Ucx);
+            assert_eq!(has_reason, want == Tcp && ours.contains(&Ucx), "{name}: {report:?}");
         }
     }
 

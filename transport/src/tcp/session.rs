@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
@@ -13,6 +13,7 @@ use kvferry_protocol::wire::{FrameHeader, Refusal};
 
 use super::rate::TokenBucket;
 use super::stream::Stream;
+use super::ucx::UcxLane;
 use super::verbs::Verbs;
 use crate::api::GrantKey;
 use crate::core::{Core, FrameCut, Outbox, SessionKey};
@@ -36,6 +37,8 @@ pub(crate) struct Session {
     pub(crate) verbs: Option<Arc<Verbs>>,
     /// What it leaves to the lanes.
     for_lanes: Mutex<VecDeque<FrameCut>>,
+    /// The link over UCX, if there is one.
+    pub(crate) ucx: OnceLock<Arc<UcxLane>>,
     pub(crate) outbox: Outbox,
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
@@ -77,6 +80,7 @@ impl Session {
             sharing: setup.sharing,
             verbs: setup.verbs,
             for_lanes: Mutex::default(),
+            ucx: OnceLock::new(),
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
             control: Mutex::default(),
@@ -112,6 +116,11 @@ impl Session {
 
     pub(crate) fn waiting_for_lanes(&self) -> usize {
         lock(&self.for_lanes).len()
+    }
+
+    /// Whether frames go over UCX.
+    pub(crate) fn ucx_carries(&self) -> bool {
+        self.ucx.get().is_some_and(|lane| lane.carries())
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -200,6 +209,9 @@ impl Session {
             verbs.close(self.key);
         }
         lock(&self.for_lanes).clear();
+        if let Some(lane) = self.ucx.get() {
+            lane.close();
+        }
         core.grants.close_session(self.key);
         self.outbox.close(core, reason);
     }

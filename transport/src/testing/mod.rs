@@ -20,12 +20,19 @@ pub use pages::{ScatteredWrite, scattered_write};
 pub use proxy::{Flow, Proxy, ProxyPlan, Towards};
 pub use raw_pair::{RawPair, scattered};
 
-/// Makes one test of each case of the contract. The argument is an expression that gives a [`Make`](crate::testing::Make).
+/// Makes one test of each case of the contract, ignored for a reason if one is given. The argument is an expression that gives a [`Make`](crate::testing::Make).
 #[macro_export]
 macro_rules! contract_tests {
-    (ignored: $reason:literal, $make:expr) => {
-        $crate::contract_tests!(@all [#[ignore = $reason]] $make);
+    (@one [$(#[$attribute:meta])*] $make:expr; $case:ident) => {
+        #[test]
+        $(#[$attribute])*
+        fn $case() {
+            $crate::testing::$case(&$make);
+        }
     };
+    (@each $attributes:tt $make:expr; $($case:ident),+ $(,)?) => {$(
+        $crate::contract_tests!(@one $attributes $make; $case);
+    )+};
     (@all $attributes:tt $make:expr) => {
         $crate::contract_tests!(@each $attributes $make;
             scattered_bytes_arrive_exactly,
@@ -49,20 +56,10 @@ macro_rules! contract_tests {
             what_is_limited_comes_back,
         );
     };
-    (@each $attributes:tt $make:expr; $($case:ident),+ $(,)?) => {$(
-        $crate::contract_tests!(@one $attributes $make; $case);
-    )+};
-    (@one [$(#[$attribute:meta])*] $make:expr; $case:ident) => {
-        #[test]
-        $(#[$attribute])*
-        fn $case() {
-            $crate::testing::$case(&$make);
-        }
+    (ignored: $reason:literal, $make:expr) => {
+        $crate::contract_tests!(@all [#[ignore = $reason]] $make);
     };
     ($make:expr) => {
         $crate::contract_tests!(@all [] $make);
-    };
-    ($make:expr; $($case:ident),+ $(,)?) => {
-        $crate::contract_tests!(@each [] $make; $($case),+);
     };
 }

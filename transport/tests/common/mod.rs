@@ -1,6 +1,8 @@
 //! A peer that speaks the wire by hand: as slowly and as wrongly as a test wants.
 #![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses a part of it")]
 
+pub(crate) mod unix;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Instant;

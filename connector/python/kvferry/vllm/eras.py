@@ -21,6 +21,12 @@ LAYER_AXES = "BHNC"
 PACKED_BACKENDS = frozenset({"CPU_ATTN"})
 
 
+# Whether workers may report failed requests, not bad blocks only; since 0.30.
+REQUEST_FAILURES = "failed_recving" in getattr(
+    getattr(base, "KVConnectorTransferResults", None), "__dataclass_fields__", {}
+)
+
+
 def require() -> None:
     """Raises ImportError for a vLLM whose connectors are called in another way."""
     if not hasattr(base, "KVConnectorTransferResults"):
@@ -54,5 +60,6 @@ def preempted(output: SchedulerOutput) -> list[str]:
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """What a worker tells the engine of transfers; `failed` are requests of `received`."""
-    return base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+    """What a worker tells the engine of transfers; `failed` are requests of `received`, none where REQUEST_FAILURES is false."""
+    more = {"failed_recving": failed} if REQUEST_FAILURES else {}
+    return base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received, **more)

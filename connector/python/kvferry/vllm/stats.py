@@ -19,6 +19,7 @@ _COUNTERS = {
     "received_cancelled": "Receives that were cancelled.",
     "received_failed": "Receives that failed.",
     "received_seconds": "Time from the start of receives to their verdicts, in seconds.",
+    "lent_bytes": "Bytes of KV that peers on this host copied out of this engine's memory themselves.",
     "loaded_tokens": "Tokens whose KV came from a peer.",
     "digest_mismatches": "Chunks that arrived with another digest than their sender's; none of them was used.",
     "leases_expired": "Leases that ended by their deadline.",

@@ -63,7 +63,12 @@ class WorkerHalf:
         cache = layout.cache_facts(kv_caches, self._vllm_config, self._kv_cache_config)
         model = layout.model_facts(self._vllm_config, self._kv_cache_config)
         worker = kvferry.Worker(
-            self._config, incarnation=self._incarnation, cache=cache, model=model, tensors=list(kv_caches.values())
+            self._config,
+            incarnation=self._incarnation,
+            cache=cache,
+            model=model,
+            tensors=list(kv_caches.values()),
+            request_failures=eras.REQUEST_FAILURES,
         )
         self._worker = worker
         self._counters = worker.counters()
@@ -112,8 +117,7 @@ class WorkerHalf:
         for request_id, reason in polled.failed:
             logger.warning("the KV of request %s was not loaded: %s", request_id, reason)
         sent, self._released = set(self._released), []
-        # With one group of blocks the engine keeps what is good of a failed load: bad blocks say more than failed requests.
-        return eras.transfer_results(sent, set(polled.received), failed=set())
+        return eras.transfer_results(sent, set(polled.received), failed=polled.failed_requests)
 
     def take_bad_blocks(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()

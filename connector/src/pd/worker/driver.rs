@@ -373,6 +373,7 @@ impl Driver {
         metrics.grants_live.set(self.granted.len() as u64);
         metrics.sessions_live.set(self.peers.count() as u64);
         metrics.engine_messages_waiting.set(self.unheard.len() as u64);
+        metrics.lent_bytes_total.advance_to(self.transport.stats().lent_bytes);
         let (used, limit) = self.posting.slab_bytes();
         metrics.slab_pool_used_bytes.set(used);
         metrics.slab_pool_limit_bytes.set(limit);

@@ -157,7 +157,10 @@ impl Driver {
     /// Part of a request's KV is in the cache.
     pub(super) fn part_computed(&mut self, transfer: TransferId, handed: &Handed) {
         let (now, Handed { rect, compute, .. }) = (self.now(), *handed);
-        let Some(entry) = self.sending.get_mut(&transfer).filter(|entry| !entry.over) else { return };
+        // Once the lease is released the engine may have its blocks back at any time: nothing is guarded any more, though the engine
+        // still computes what it has not heard of, and the receiver's word is awaited.
+        let reads = |entry: &&mut Sending| !entry.over && !entry.released;
+        let Some(entry) = self.sending.get_mut(&transfer).filter(reads) else { return };
         let per_block = self.caches.tokens_per_block();
         let blocks = (rect.tokens().start / per_block) as usize..rect.tokens().end.div_ceil(per_block) as usize;
         let guards = match entry.blocks.get(blocks) {

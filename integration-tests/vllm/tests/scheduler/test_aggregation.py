@@ -94,7 +94,8 @@ def test_28b_a_send_surfaces_once_and_only_when_every_worker_has_spoken(
 
 
 def test_29_one_workers_bad_block_is_the_requests_bad_block(make_duo: Maker) -> None:
-    duo = make_duo(policy="recompute", **TP2)
+    # By any other way the payload would not pass the link.
+    duo = make_duo(policy="recompute", decode_config={"paths": ["tcp"]}, **TP2)
     tokens = prompt(300)
     params = duo.prefilled("r", tokens)
     first, second = params["remote_addresses"]
@@ -169,7 +170,8 @@ class CutOff:
         self.duo = make_duo(
             policy=policy,
             prefill_config={"link_gbps": 0.02, "chunk_bytes": 65_536, "absent_deadline_ms": 2000},
-            decode_config={"absent_deadline_ms": 1000},
+            # By any other way than TCP the payload would not pass the link.
+            decode_config={"absent_deadline_ms": 1000, "paths": ["tcp"]},
             decode={"blocks": 64},
             prefill={"blocks": 64},
         )

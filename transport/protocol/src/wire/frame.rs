@@ -48,7 +48,12 @@ pub enum FrameKind {
     Lend,
     /// A word of the session's path; the table is what the transport says. On the control lane, since version 3.
     Path,
+    /// How the peer is reached over UCX; the table is its card and slots. On the control lane, since version 3.
+    Card,
 }
+
+/// The longest table of a [`FrameKind::Card`], in bytes.
+pub const MAX_CARD_BYTES: usize = 128 << 10;
 
 /// Why a receiver refuses a write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -264,6 +269,7 @@ impl FrameHeader {
             FrameKind::Goodbye => (MAX_GOODBYE_BYTES, 0),
             FrameKind::Share => (Share::BYTES, 0),
             FrameKind::Mapped => (MAX_MAPPED_BYTES, 0),
+            FrameKind::Card => (MAX_CARD_BYTES, 0),
             FrameKind::Lend => (MAX_TABLE_BYTES + Loan::table_bytes(MAX_LENT_RUNS), MAX_PAYLOAD_BYTES),
             _ => (0, 0),
         };
@@ -303,7 +309,8 @@ fn kind_code(kind: FrameKind) -> u8 {
         FrameKind::Share => 9,
         FrameKind::Mapped => 10,
         FrameKind::Lend => 11,
-        FrameKind::Path => 12,
+        FrameKind::Path => 13,
+        FrameKind::Card => 12,
     }
 }
 
@@ -320,7 +327,8 @@ fn decode_kind(code: u8, version: u16) -> Result<FrameKind, WireError> {
         9 if version >= LENDING_SINCE => FrameKind::Share,
         10 if version >= LENDING_SINCE => FrameKind::Mapped,
         11 if version >= LENDING_SINCE => FrameKind::Lend,
-        12 if version >= LENDING_SINCE => FrameKind::Path,
+        12 if version >= LENDING_SINCE => FrameKind::Card,
+        13 if version >= LENDING_SINCE => FrameKind::Path,
         found => return Err(WireError::Value { what: "the kind of a frame", found: found.into() }),
     })
 }

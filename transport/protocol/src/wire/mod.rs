@@ -30,7 +30,8 @@ mod table;
 pub use auth::{ClusterKey, ClusterKeys, LaneSecret};
 pub use error::{ClusterKeyError, HandshakeError, HandshakeStep, WireError};
 pub use frame::{
-    FrameHeader, FrameKind, MAX_GOODBYE_BYTES, MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, MAX_TABLE_BYTES, Refusal,
+    FrameHeader, FrameKind, MAX_CARD_BYTES, MAX_GOODBYE_BYTES, MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, MAX_TABLE_BYTES,
+    Refusal,
 };
 pub use handshake::{Dialler, Established, Introduction, Listener, Step};
 pub use hello::{Challenge, Hello, LaneKind, VERSIONS, VersionRange};

@@ -22,8 +22,10 @@ impl OfferKind {
     pub const SHARED_MEMORY: Self = Self(2);
     /// On Unix lanes, memory of the sender's process that the receiver copies from by a system call.
     pub const PROCESS_MEMORY: Self = Self(3);
+    /// A link over UCX, whose cards go over the control lane once the session is up.
+    pub const UCX: Self = Self(4);
     /// Reliable queue pairs of RDMA devices, joined by words on the control lane.
-    pub const RDMA: Self = Self(4);
+    pub const RDMA: Self = Self(5);
 }
 
 /// One of them, with what the peer needs to use it.

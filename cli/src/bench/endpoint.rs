@@ -1,0 +1,177 @@
+//! The one place that knows how an endpoint of each transport is opened, and how its addresses are written.
+
+use std::net::SocketAddr;
+
+use bytes::Bytes;
+use kvferry::config::PreSharedKey;
+use kvferry_protocol::wire::ClusterKey;
+use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
+use kvferry_transport::{PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
+
+use crate::args::Kind;
+use crate::error::CliError;
+
+/// The address of any free place on this host.
+pub(crate) const NEAR: &str = "near";
+
+/// What an endpoint is opened with.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    /// What carries the blocks; the best that both sides have if nothing is said.
+    pub(crate) kind: Option<Kind>,
+    /// Where to listen; without it, or with [`NEAR`], somewhere on this host.
+    pub(crate) listen: Option<String>,
+    /// Data lanes.
+    pub(crate) lanes: u16,
+    /// Threads that carry payload.
+    pub(crate) data_threads: u16,
+    /// The most peers.
+    pub(crate) peers: u32,
+    pub(crate) key: PreSharedKey,
+    /// What this side calls itself.
+    pub(crate) name: Option<String>,
+}
+
+impl Setup {
+    /// One peer, as the connector has it.
+    pub(crate) fn new(kind: Option<Kind>, lanes: u16, key: PreSharedKey) -> Self {
+        let defaults = TcpConfigFile::default();
+        Self {
+            kind,
+            listen: None,
+            lanes,
+            data_threads: defaults.data_threads,
+            peers: defaults.max_peers,
+            key,
+            name: None,
+        }
+    }
+}
+
+impl Setup {
+    /// The paths that the endpoint may take.
+    fn paths(&self) -> Result<Vec<PathKind>, CliError> {
+        match self.kind {
+            // A session streams until the other side has mapped memory, so memory goes with Unix lanes.
+            Some(kind @ (Kind::Shm | Kind::Cma)) => Ok(kind.path().into_iter().chain([PathKind::UnixSocket]).collect()),
+            Some(kind) => Ok(vec![kind.path().ok_or_else(|| not_built(kind))?]),
+            None => Ok(PathKind::ALL.to_vec()),
+        }
+    }
+
+    /// Whether memory is to be such that another process may map it.
+    pub(crate) fn is_shareable(&self) -> bool {
+        self.kind.is_none_or(|kind| kind == Kind::Shm)
+    }
+}
+
+/// Reads an address as [`address_text`] writes it: sessions begin over TCP, whatever carries the blocks then.
+pub(crate) fn parse_address(argument: &'static str, text: &str) -> Result<PeerAddress, CliError> {
+    socket_address(argument, text).map(PeerAddress::Tcp)
+}
+
+/// An address as it is given to `--connect`.
+pub(crate) fn address_text(address: &PeerAddress) -> String {
+    match address {
+        PeerAddress::Tcp(address) => address.to_string(),
+        PeerAddress::Loopback(number) => format!("loopback-{number}"),
+    }
+}
+
+/// The IP by which this endpoint is reached, if it has one: where plain sockets of the same path listen and connect.
+pub(crate) fn ip_of(address: &PeerAddress) -> Option<std::net::IpAddr> {
+    match address {
+        PeerAddress::Tcp(address) => Some(address.ip()),
+        PeerAddress::Loopback(_) => None,
+    }
+}
+
+/// Opens an endpoint that calls itself `name`.
+pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliError> {
+    let peer = peer(name)?;
+    let defaults = TcpConfigFile::default();
+    let listen = setup.listen.as_deref().filter(|text| *text != NEAR);
+    let listen = listen.map(|text| socket_address("--listen", text)).transpose()?;
+    let file = TcpConfigFile {
+        listen: listen.unwrap_or(defaults.listen),
+        paths: setup.paths()?,
+        lanes_same_host: setup.lanes,
+        lanes_remote: setup.lanes,
+        data_threads: setup.data_threads,
+        max_peers: setup.peers.max(defaults.max_peers),
+        // A crowd dials at once.
+        max_unauthenticated: setup.peers.max(defaults.max_unauthenticated),
+        redial_seed: peer.incarnation.get(),
+        ..defaults
+    };
+    let config = TcpConfig::try_from(file).map_err(|error| {
+        let argument = if error.key.starts_with("lanes") { "--lanes" } else { "--peers" };
+        CliError::argument(argument, &error.found, error.fix)
+    })?;
+    let what = format!("cannot listen on {}", setup.listen.as_deref().unwrap_or("the loopback address"));
+    let tcp = Tcp::bind(config, cluster_key(&setup.key)?, peer, Bytes::new()).map_err(CliError::transport(what))?;
+    Ok(Box::new(tcp))
+}
+
+fn socket_address(argument: &'static str, text: &str) -> Result<SocketAddr, CliError> {
+    let fix = "write IP:port, such as 10.0.0.7:7400 or [fd00::7]:7400; names are not looked up";
+    text.parse().map_err(|_| CliError::argument(argument, text, fix))
+}
+
+/// A peer in a new incarnation.
+fn peer(name: &str) -> Result<PeerId, CliError> {
+    let engine = EngineId::new(name).map_err(|error| CliError::argument("--engine-id", name, error.to_string()))?;
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(|error| CliError::Io {
+        what: "the system gives no random bytes".to_owned(),
+        source: std::io::Error::other(error),
+    })?;
+    let incarnation = Incarnation::new(u64::from_le_bytes(random));
+    Ok(PeerId { engine, incarnation, pp_rank: PpRank::new(0), tp_rank: TpRank::new(0) })
+}
+
+fn cluster_key(psk: &PreSharedKey) -> Result<ClusterKey, CliError> {
+    ClusterKey::new(psk.expose()).map_err(|error| CliError::argument("--key", "(not shown)", error.to_string()))
+}
+
+/// What the session's path is called, if it is the one that was asked for: a slower one is never taken in silence.
+pub(crate) fn taken(setup: &Setup, report: &PathReport) -> Result<Kind, CliError> {
+    let found = Kind::of(report.kind);
+    match (setup.kind, found) {
+        (None, Some(found)) => Ok(found),
+        (Some(wanted), Some(found)) if wanted == found => Ok(found),
+        (wanted, _) => {
+            let reasons: Vec<String> = report.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
+            let why = format!("the session came up over {} ({})", report.kind, reasons.join("; "));
+            let transport = wanted.map_or("any", Kind::name);
+            Err(CliError::Unavailable { transport, why, fix: FIX.to_owned() })
+        }
+    }
+}
+
+/// A transport that is not here, and why.
+pub(crate) fn unavailable(kind: Kind, why: String) -> CliError {
+    CliError::Unavailable { transport: kind.name(), why, fix: FIX.to_owned() }
+}
+
+/// The error of a session that did not come up, as one of a transport that is not here if that is why.
+pub(crate) fn explained(setup: &Setup, error: CliError) -> CliError {
+    match (setup.kind, error) {
+        (Some(kind), CliError::Gone { source: TransportError::Protocol { problem, .. }, .. })
+            if problem.contains("no common way") =>
+        {
+            unavailable(kind, problem)
+        }
+        (_, error) => error,
+    }
+}
+
+const FIX: &str = "see kvferry doctor on both sides, or name another with --transport";
+
+fn not_built(kind: Kind) -> CliError {
+    CliError::Unavailable {
+        transport: kind.name(),
+        why: "this build does not have it".to_owned(),
+        fix: "it measures tcp, uds, shm and cma".to_owned(),
+    }
+}

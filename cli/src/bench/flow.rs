@@ -1,0 +1,198 @@
+//! One transfer of blocks in one direction, and the threads that digest for it.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use bytes::Bytes;
+use crossbeam_channel::{Receiver, Sender, bounded};
+use kvferry_kernels::copy;
+use kvferry_protocol::layout::{CacheView, KvLayout, Selection, Shard};
+use kvferry_protocol::{BlockId, PeerId};
+use kvferry_transport::{GrantKey, Source, Transport, Write};
+
+use super::arena::Lent;
+use super::case::{Case, Span};
+use crate::args::Spoil;
+use crate::error::CliError;
+
+/// A case, with what follows from it.
+pub(crate) struct Ground {
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) case: Case,
+    pub(crate) layout: KvLayout,
+    pub(crate) source_order: Vec<u32>,
+    pub(crate) target_order: Vec<u32>,
+}
+
+/// Blocks on their way out.
+pub(crate) struct Outgoing {
+    pub(crate) ground: Arc<Ground>,
+    pub(crate) source: Lent,
+    pub(crate) to: PeerId,
+    pub(crate) grant: GrantKey,
+    pub(crate) span: Span,
+}
+
+/// Blocks that a peer sends here.
+pub(crate) struct Incoming {
+    pub(crate) ground: Arc<Ground>,
+    pub(crate) target: Lent,
+    pub(crate) grant: GrantKey,
+    pub(crate) span: Span,
+}
+
+impl Ground {
+    pub(crate) fn new(transport: Arc<dyn Transport>, case: Case) -> Self {
+        let (layout, source_order, target_order) = (case.layout(), case.source_order(), case.target_order());
+        Self { transport, case, layout, source_order, target_order }
+    }
+
+    /// The digest of a write's blocks where they lie, keyed by their places in the order.
+    fn digest(&self, lent: &Lent, order: &[u32], first: u32) -> Result<u64, CliError> {
+        let blocks: Vec<BlockId> = order.iter().map(|block| BlockId::new(*block)).collect();
+        let shape = self.layout.shape();
+        let first_token = first * shape.tokens_per_block;
+        let view = CacheView { layout: &self.layout, shard: Shard::default(), blocks: &blocks, first_token };
+        let selection = Selection {
+            layers: 0..shape.layers,
+            heads: 0..shape.heads,
+            tokens: first_token..first_token + blocks.len() as u32 * shape.tokens_per_block,
+        };
+        let digest = copy::digest(&view, &selection, &lent.table());
+        digest.map(kvferry_protocol::digest::Digest::get).map_err(|error| CliError::Word { found: error.to_string() })
+    }
+}
+
+impl Outgoing {
+    /// Digests a write's blocks, and posts them as they lie.
+    fn ship(&self, write: u32) -> Result<(), CliError> {
+        let Ground { case, source_order, transport, .. } = &*self.ground;
+        let part = self.span.write(write, case.batch);
+        let blocks = part.of(self.span.of(source_order));
+        let digest = match case.digest {
+            true => self.ground.digest(&self.source, blocks, self.span.first + part.first)?,
+            false => 0,
+        };
+        let write = Write {
+            grant: self.grant,
+            sequence: write,
+            extents: vec![part.extent(case.block_bytes)],
+            source: Source::Pages(vec![case.pages(self.source.id(), blocks)]),
+            notification: Bytes::copy_from_slice(&digest.to_le_bytes()),
+        };
+        match transport.post(&self.to, write) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(CliError::Transport { what: "a write was not taken".to_owned(), source: error.reason }),
+        }
+    }
+}
+
+impl Incoming {
+    /// Closes a write's part of the window, so that it can be read, and compares its digest with the sender's.
+    fn check(&self, write: u32, digest: u64) -> Result<bool, CliError> {
+        let Ground { case, target_order, transport, .. } = &*self.ground;
+        let part = self.span.write(write, case.batch);
+        transport.seal(self.grant, &[part.extent(case.block_bytes)]);
+        let blocks = part.of(self.span.of(target_order));
+        if case.spoil == Some(Spoil::Target) && write == 0 {
+            self.target.spoil(u64::from(blocks[0]) * case.block_bytes);
+        }
+        Ok(self.ground.digest(&self.target, blocks, self.span.first + part.first)? == digest)
+    }
+}
+
+/// Work on payload bytes.
+pub(crate) enum Job {
+    /// Digest, and post.
+    Ship(Arc<Outgoing>, u32),
+    /// Seal, and compare.
+    Check { flow: Arc<Incoming>, write: u32, digest: u64 },
+}
+
+impl Job {
+    /// Does it; `false` only for a digest that is not the sender's.
+    pub(crate) fn run(self) -> Result<bool, CliError> {
+        match self {
+            Self::Ship(flow, write) => flow.ship(write).map(|()| true),
+            Self::Check { flow, write, digest } => flow.check(write, digest),
+        }
+    }
+
+    fn kind(&self) -> Kind {
+        match self {
+            Self::Ship(..) => Kind::Ship,
+            Self::Check { .. } => Kind::Check,
+        }
+    }
+}
+
+/// Which of the two jobs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Ship,
+    Check,
+}
+
+/// Threads that digest, as many as the connector has (`movers`).
+pub(crate) struct Movers {
+    jobs: Option<Sender<Job>>,
+    done: Receiver<(Kind, Result<bool, CliError>)>,
+    threads: Vec<JoinHandle<()>>,
+    /// Jobs that were submitted and are not yet taken from `done`.
+    out: usize,
+}
+
+const THREADS: usize = 2;
+/// More than writes are ever under way: a queue that cannot fill.
+const JOBS: usize = 1 << 20;
+
+impl Movers {
+    pub(crate) fn start() -> Result<Self, CliError> {
+        let (jobs, queue) = bounded::<Job>(JOBS);
+        let (finished, done) = bounded(JOBS);
+        let start = |index: usize| {
+            let (queue, finished) = (queue.clone(), finished.clone());
+            std::thread::Builder::new().name(format!("bench-move-{index}")).spawn(move || {
+                for job in queue {
+                    let kind = job.kind();
+                    if finished.send((kind, job.run())).is_err() {
+                        return;
+                    }
+                }
+            })
+        };
+        let threads = (0..THREADS).map(start).collect::<Result<_, _>>().map_err(CliError::io("a thread"))?;
+        Ok(Self { jobs: Some(jobs), done, threads, out: 0 })
+    }
+
+    pub(crate) fn submit(&mut self, job: Job) {
+        self.out += 1;
+        let jobs = self.jobs.as_ref().expect("open until drop");
+        jobs.send(job).expect("the movers live until drop");
+    }
+
+    /// What is done; waits for one if `wait`.
+    pub(crate) fn take(&mut self, wait: bool) -> Option<(Kind, Result<bool, CliError>)> {
+        if self.out == 0 {
+            return None;
+        }
+        let done = if wait { self.done.recv().ok() } else { self.done.try_recv().ok() };
+        self.out -= usize::from(done.is_some());
+        done
+    }
+
+    /// Waits for all that is out, whatever comes of it.
+    pub(crate) fn settle(&mut self) {
+        while self.take(true).is_some() {}
+    }
+}
+
+impl Drop for Movers {
+    fn drop(&mut self) {
+        self.jobs = None;
+        for thread in self.threads.drain(..) {
+            // One that panicked has said so.
+            let _ = thread.join();
+        }
+    }
+}

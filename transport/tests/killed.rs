@@ -1,0 +1,239 @@
+//! A peer's process is killed at a random moment, again and again, over each way: every wait of the survivor ends with a reason,
+//! no byte lands after that, the next start of the peer is served, and nothing is left behind.
+//!
+//! `KVFERRY_KILLS=200 cargo test -p kvferry-transport --test killed` does it as often for each way and role.
+
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use common::{address, config, key};
+use kvferry_protocol::PeerId;
+use kvferry_transport::testing::{Node, PATIENCE, peer};
+use kvferry_transport::{Event, PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
+
+const MIB: u64 = 1 << 20;
+const WINDOW: u64 = 8 * MIB;
+/// Kills for each way and role, unless `KVFERRY_KILLS` says otherwise.
+const KILLS: u64 = 10;
+
+/// Which process the test is in: unset in the test itself.
+const ROLE: &str = "KVFERRY_KILLED_ROLE";
+
+fn node(name: &str, incarnation: u64, path: &str) -> Node {
+    let paths = match path {
+        "tcp" => vec![PathKind::Tcp],
+        "uds" => vec![PathKind::UnixSocket],
+        "cma" => vec![PathKind::ProcessMemory, PathKind::UnixSocket],
+        "shm" => vec![PathKind::SharedMemory, PathKind::UnixSocket],
+        other => panic!("{other} is no way"),
+    };
+    let file = TcpConfigFile { paths, keepalive_ms: 200, stall_ms: 2_000, ..config() };
+    let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
+        Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
+    };
+    Node::new(&make, peer(name, incarnation), WINDOW as usize)
+}
+
+/// The process that is killed: sends without end into the grants that it is told of, or grants and tells of it.
+#[test]
+#[ignore = "the process that the test kills"]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let words: Vec<&str> = role.split(' ').collect();
+    let [role, path, incarnation, survivor] = words[..] else { panic!("{role}") };
+    let mut node = node("child", incarnation.parse().unwrap(), path);
+    node.memory.fill(0, WINDOW as usize, 0x5a);
+    let survivor: SocketAddr = survivor.parse().unwrap();
+    node.transport.connect(&PeerAddress::Tcp(survivor)).unwrap();
+    let other = peer("survivor", 1);
+    node.wait_up(&other);
+    println!("up");
+    let mut events = Vec::new();
+    if role == "receives" {
+        loop {
+            let grant = node.grant(&other, 0, WINDOW);
+            node.transport.send(&other, Bytes::copy_from_slice(&grant.0.to_le_bytes())).unwrap();
+            let landed = |event: &Event| matches!(event, Event::Landed { .. });
+            while !events.drain(..).any(|event| landed(&event)) {
+                node.transport.poll(&mut events, PATIENCE);
+            }
+            node.transport.revoke(grant);
+        }
+    }
+    loop {
+        let message = node.wait("a grant", |event| matches!(event, Event::Message { .. }));
+        let Event::Message { message, .. } = message else { unreachable!() };
+        let grant = kvferry_transport::GrantKey(u128::from_le_bytes(message[..].try_into().unwrap()));
+        let post = node.post(&other, grant, 0, 0, 0, WINDOW);
+        node.wait_posted(post).unwrap();
+    }
+}
+
+/// A process that is killed when it is told so, and at the latest when the test ends.
+struct Doomed(Child);
+
+impl Doomed {
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Doomed {
+    fn drop(&mut self) {
+        // It fails if that was done.
+        let _ = (self.0.kill(), self.0.wait());
+    }
+}
+
+fn start(role: &str, path: &str, incarnation: u64, survivor: SocketAddr) -> Doomed {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--ignored", "--nocapture"])
+        .env(ROLE, format!("{role} {path} {incarnation} {survivor}"))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let stdout = child.stdout.take().unwrap();
+    let child = Doomed(child);
+    let is_up = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.ends_with("up"));
+    assert!(is_up, "the child did not come up");
+    child
+}
+
+/// How long the survivor works with the child before that is killed: mostly a few milliseconds, so that the first frames and the
+/// sharing of memory are hit, too.
+fn moment(round: u64) -> Duration {
+    let mixed = (round + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
+    Duration::from_micros(mixed % if round.is_multiple_of(3) { 20_000 } else { 2_000 })
+}
+
+fn kills() -> u64 {
+    std::env::var("KVFERRY_KILLS").map_or(KILLS, |text| text.parse().expect("KVFERRY_KILLS is a number"))
+}
+
+/// The survivor sends: its posts end, and its sources are its own again.
+fn a_receiver_is_killed(path: &str) {
+    let mut node = node("survivor", 1, path);
+    node.memory.fill(0, WINDOW as usize, 0x21);
+    for round in 1..=kills() {
+        let mut child = start("receives", path, round, address(&node));
+        let other = peer("child", round);
+        node.wait_up(&other);
+        let until = Instant::now() + moment(round);
+        let mut posts = 0;
+        let mut events = Vec::new();
+        let mut is_down = false;
+        let mut is_killed = false;
+        while !is_down {
+            if !is_killed && Instant::now() >= until {
+                child.kill();
+                is_killed = true;
+            }
+            assert!(until.elapsed() < PATIENCE, "round {round}: the survivor still waits");
+            node.transport.poll(&mut events, Duration::from_micros(200));
+            for event in events.drain(..) {
+                match event {
+                    Event::Message { message, .. } => {
+                        let grant = kvferry_transport::GrantKey(u128::from_le_bytes(message[..].try_into().unwrap()));
+                        let write = kvferry_transport::Write {
+                            grant,
+                            sequence: 0,
+                            extents: vec![kvferry_protocol::pages::Extent::contiguous(0, WINDOW)],
+                            source: kvferry_transport::Source::Pages(vec![all()]),
+                            notification: Bytes::new(),
+                        };
+                        // It may be down already.
+                        posts += u64::from(node.transport.post(&other, write).is_ok());
+                    }
+                    Event::Posted { outcome, .. } => {
+                        posts -= 1;
+                        assert!(!matches!(outcome, Err(TransportError::Refused { .. })), "{outcome:?}");
+                    }
+                    Event::Down { reason, .. } => {
+                        assert!(is_killed, "it went down by itself: {reason}");
+                        is_down = true;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        assert_eq!((posts, node.transport.stats().posts_live), (0, 0), "round {round}");
+    }
+}
+
+/// The survivor receives: no byte comes any more once it knows.
+fn a_sender_is_killed(path: &str) {
+    let mut node = node("survivor", 1, path);
+    for round in 1..=kills() {
+        let mut child = start("sends", path, round, address(&node));
+        let other = peer("child", round);
+        node.wait_up(&other);
+        let until = Instant::now() + moment(round);
+        let mut grant = node.grant(&other, 0, WINDOW);
+        let tell = |node: &Node, grant: kvferry_transport::GrantKey| {
+            node.transport.send(&other, Bytes::copy_from_slice(&grant.0.to_le_bytes())).is_ok()
+        };
+        tell(&node, grant);
+        let (mut is_killed, mut is_down, mut events) = (false, false, Vec::new());
+        while !is_down {
+            if !is_killed && Instant::now() >= until {
+                child.kill();
+                is_killed = true;
+            }
+            assert!(until.elapsed() < PATIENCE, "round {round}: the survivor still waits");
+            node.transport.poll(&mut events, Duration::from_micros(200));
+            for event in events.drain(..) {
+                match event {
+                    Event::Landed { grant: of, .. } => {
+                        assert_eq!(of, grant);
+                        assert!(node.memory.is_all(0, WINDOW as usize, 0x5a), "round {round}: it landed torn");
+                        node.transport.revoke(grant);
+                        if let Ok(next) = node.transport.grant(&other, all()) {
+                            grant = next;
+                            tell(&node, grant);
+                        }
+                    }
+                    Event::Down { reason, .. } => {
+                        assert!(is_killed, "it went down by itself: {reason}");
+                        is_down = true;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        node.memory.fill(0, WINDOW as usize, 0x77);
+        std::thread::yield_now();
+        assert!(node.memory.is_all(0, WINDOW as usize, 0x77), "round {round}: late bytes");
+        assert_eq!(node.transport.stats().grants_live, 0);
+    }
+}
+
+fn all() -> kvferry_protocol::pages::Pages {
+    let region = kvferry_protocol::RegionId::new(0);
+    let piece = kvferry_protocol::pages::Piece { region, offset: 0, loops: Vec::new(), run_bytes: WINDOW };
+    kvferry_protocol::pages::Pages { bases: vec![0], pieces: vec![piece] }
+}
+
+/// One after the other, since descriptors and mappings of this process are counted.
+#[test]
+fn a_peer_that_is_killed_at_any_moment_holds_nothing_up_and_leaves_nothing() {
+    let count = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let maps = maps.lines().filter(|line| line.contains("memfd:kvferry")).count();
+        (std::fs::read_dir("/proc/self/fd").unwrap().count(), maps)
+    };
+    for path in ["tcp", "uds", "cma", "shm"] {
+        for run in [a_receiver_is_killed, a_sender_is_killed] {
+            let before = count();
+            run(path);
+            // The endpoint is gone, with its threads and all that its sessions had.
+            assert_eq!(count(), before, "{path}");
+        }
+    }
+}
