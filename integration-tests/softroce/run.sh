@@ -79,7 +79,9 @@ share() {
     echo "-fsdev local,id=$1,path=$2,security_model=none,multidevs=remap${3-} -device virtio-9p-pci,fsdev=$1,mount_tag=$1"
 }
 
-# A loaded machine now and then gets a guest that never comes up: one that has not begun by then is started again.
+# A guest takes ten seconds of a processor to come up. One that has not begun after this is started again, once.
+boot_limit=200
+
 boot() {
     local waited=0
     rm -f "$control"/{console,out,err}
@@ -115,7 +117,7 @@ boot() {
     wait "${readers[@]}"
 }
 
-ended=0 boot_limit=200
+ended=0
 for _ in 1 2; do
     boot
     [[ -e $control/begun ]] && break

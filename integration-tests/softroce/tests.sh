@@ -9,21 +9,25 @@ cd "$here/../.."
 "$here/run.sh" --prepare || exit $?
 # The same selection as the other tests, so that nothing is built twice.
 cargo test --workspace --no-run --message-format json-render-diagnostics >"${CARGO_TARGET_DIR:-target}/softroce-build.json"
-program=$(python3 - "${CARGO_TARGET_DIR:-target}/softroce-build.json" <<'P'
+programs=$(python3 - "${CARGO_TARGET_DIR:-target}/softroce-build.json" <<'P'
 import json
 import sys
 
+# The transport's own tests of its queue pairs, and the contract that every transport runs.
 for line in open(sys.argv[1]):
     message = json.loads(line)
     target = message.get("target", {})
-    if message.get("executable") and target.get("name") == "kvferry_transport" and "lib" in target.get("kind", []):
+    kind = (target.get("name"), (target.get("kind") or [""])[0])
+    if message.get("executable") and kind in {("kvferry_transport", "lib"), ("contract", "test")}:
         print(message["executable"])
 P
 )
-[ -x "$program" ] || {
-    echo "softroce: the transport's tests were not built" >&2
+[ "$(wc -w <<<"$programs")" = 2 ] || {
+    echo "softroce: the transport's tests were not built, or others of that name were: $programs" >&2
     exit 1
 }
-exec "$here/run.sh" --timeout "${KVFERRY_SOFTROCE_LIMIT_S:-420}" --env RUST_BACKTRACE=1 \
+# shellcheck disable=SC2016  # the guest's shell expands it
+exec "$here/run.sh" --timeout "${KVFERRY_SOFTROCE_LIMIT_S:-600}" --env RUST_BACKTRACE=1 \
     --env "KVFERRY_RDMA_ROUNDS=${KVFERRY_RDMA_ROUNDS:-40}" \
-    -- "$PWD" "$program" --ignored --test-threads=1 --nocapture "${1:-rdma::tests::}"
+    -- "$PWD" bash -c 'for program in $1; do "$program" --ignored --test-threads=1 "$2" || exit $?; done' bash \
+    "$programs" "${1:-rdma::}"
