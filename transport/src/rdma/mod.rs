@@ -1,8 +1,8 @@
 //! RDMA by verbs: the sender's device writes straight into granted pages.
 //!
-//! An [`Adapter`](rails::Adapter) opens the devices (rails) of an endpoint and registers its memory on all of them. Towards each peer it has
-//! [`Rails`](rails::Rails): one reliable queue pair for words and several for payload, made over the authenticated control lane. What they
-//! do is decided by a [`Machine`](machine::Machine), which knows no device; the tests run it over a scripted one.
+//! An `Adapter` opens the devices (rails) of an endpoint and registers its memory on all of them. Towards each peer it has
+//! `Rails`: one reliable queue pair for words and several for payload, made over the authenticated control lane. What they
+//! do is decided by a `Machine`, which knows no device; the tests run it over a scripted one.
 //!
 //! Revoking means: the queue pairs go to error, everything that was posted comes back, the queue pairs are destroyed. Only
 //! then is nothing of the peer's written any more, and the pages may have a new owner.
