@@ -17,7 +17,7 @@ pub struct Shape {
     pub fails: bool,
     /// Whether prefill keeps blocks in host memory, and decode sends it those of its answers. Then prompts are repeated, too.
     pub write_back: bool,
-    /// How KV may go ([`PATHS`]).
+    /// How KV may go: `KVFERRY_PATHS` of its nodes.
     pub paths: &'static str,
 }
 

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use crate::generated::{UCP_API_MAJOR, UCP_API_MINOR, Ucp};
 
-/// The environment variable that names the library to open, instead of [`NAMES`].
+/// The environment variable that names the library to open, instead of the usual names.
 pub const LIBRARY_VARIABLE: &str = "KVFERRY_UCX_LIB";
 /// What is looked for, in this order, where the system's loader looks: all 1.x releases have the first name.
 const NAMES: [&str; 2] = ["libucp.so.0", "libucp.so"];
