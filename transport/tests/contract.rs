@@ -125,6 +125,8 @@ mod rdma {
             lane_bytes: 256 << 10,
             part_bytes: 64 << 10,
             ack_timeout: 15,
+            stall_ms: 60_000,
+            ask_ms: 60_000,
             ..RdmaConfigFile::default()
         };
         // Each grant is told to the peer and fenced by a question, which takes a slow guest a millisecond.

@@ -17,6 +17,7 @@ pub struct RdmaConfig {
     pub(crate) gid: GidWish,
     pub(crate) lanes_per_device: usize,
     pub(crate) ack_timeout: u8,
+    pub(crate) ask: Duration,
     pub(crate) machine: MachineConfig,
 }
 
@@ -48,6 +49,8 @@ pub struct RdmaConfigFile {
     pub ack_timeout: u8,
     /// Nothing moved for this long: the peer or the path is dead.
     pub stall_ms: u64,
+    /// How long a peer may take to let go of a grant that is revoked, before its queue pairs are ended.
+    pub ask_ms: u64,
     /// How long a queue pair in error is waited for before it is destroyed.
     pub drain_ms: u64,
 }
@@ -69,6 +72,7 @@ impl Default for RdmaConfigFile {
             // 67 ms; with six retries a dead peer is known after about half a second (some devices take four times as long).
             ack_timeout: 14,
             stall_ms: 5_000,
+            ask_ms: 1_000,
             drain_ms: 1_000,
         }
     }
@@ -100,6 +104,7 @@ impl TryFrom<RdmaConfigFile> for RdmaConfig {
         within("part_bytes", file.part_bytes, 4 << 10, 1 << 40)?;
         within("ack_timeout", file.ack_timeout.into(), 8, 20)?;
         within("stall_ms", file.stall_ms, 100, 600_000)?;
+        within("ask_ms", file.ask_ms, 1, 600_000)?;
         within("drain_ms", file.drain_ms, 10, 60_000)?;
         let gid = GidWish { index: file.gid_index, interface: file.interface };
         let machine = MachineConfig {
@@ -117,8 +122,8 @@ impl TryFrom<RdmaConfigFile> for RdmaConfig {
             stall: Duration::from_millis(file.stall_ms),
             drain: Duration::from_millis(file.drain_ms),
         };
-        let (devices, ack_timeout) = (file.devices, file.ack_timeout);
-        Ok(Self { devices, gid, lanes_per_device: file.queue_pairs_per_device, ack_timeout, machine })
+        let (devices, ack_timeout, ask) = (file.devices, file.ack_timeout, Duration::from_millis(file.ask_ms));
+        Ok(Self { devices, gid, lanes_per_device: file.queue_pairs_per_device, ack_timeout, ask, machine })
     }
 }
 

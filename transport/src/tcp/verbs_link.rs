@@ -5,7 +5,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
@@ -22,8 +22,6 @@ use crate::rdma::memory::{PeerMemory, RegionKeys, intersect};
 use crate::rdma::rails::{Adapter, Rails};
 use crate::rdma::work::{Key, Order};
 
-/// How long a peer may take to answer a fence before the queue pairs are ended.
-const ASK: Duration = Duration::from_secs(1);
 /// Windows of one peer that are remembered; what is over goes by lanes.
 const MAX_WINDOWS: usize = 1 << 16;
 /// Writes of one window; what is over goes by lanes.
@@ -200,7 +198,7 @@ impl Link {
         };
         say(&self.session, &word);
         shared.waker.wake();
-        self.asked.push((self.said_fences, now + ASK, done));
+        self.asked.push((self.said_fences, now + shared.config.rdma.ask, done));
         self.said_fences += 1;
     }
 
