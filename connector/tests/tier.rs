@@ -319,7 +319,8 @@ fn stuck(fetches: bool) -> (Gate, impl Fn(&KvLayout) -> Option<Arc<dyn Tier>>) {
 
 #[test]
 fn blocks_are_kept_while_the_link_holds_every_slab() {
-    let extra = "layer_group = 1\nchunk_bytes = 4096\nslab_pool_bytes = 8192";
+    // The link is a proxy: the payload goes through it.
+    let extra = "paths = ['tcp']\nlayer_group = 1\nchunk_bytes = 4096\nslab_pool_bytes = 8192";
     let make = |config: &kvferry::config::ConnectorConfig, greeting| kvferry::open_transport(config, greeting).unwrap();
     let psk = Some("0123456789abcdef0123456789abcdef");
     let mut prefill = Engine::with_tier(&Setup { extra, psk, ..Setup::prefill() }, &make, host(16));
