@@ -3,12 +3,14 @@
 //! Out: `Empty -> Words | Frame -> Empty`. In: `Header -> Table -> Payload | Copy | Sink -> Header`. A frame that lends its payload is
 //! sent as its head alone; its receiver copies the payload in pieces (`Copy`).
 
+mod lending;
+
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use kvferry_protocol::wire::{FrameHeader, FrameKind, Loan, MAX_MAPPED_BYTES, Refusal, Share, WireError};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Loan, Refusal, WireError};
 
 use super::session::Session;
 use super::stream::Stream;
@@ -24,8 +26,6 @@ const TURN_CALLS: usize = 16;
 const RETRY_BYTES: usize = 32 << 10;
 /// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
 const SCRAP_BYTES: usize = 64 << 10;
-/// How much is copied out of the peer's memory at a time; a revoke waits for no more.
-const COPY_BYTES: usize = 256 << 10;
 /// Acknowledgements that wait before the lane stops reading.
 const MAX_WORDS_BYTES: usize = 256 << 10;
 
@@ -391,79 +391,6 @@ impl Lane {
             (Err(refusal), _) => self.refuse(core, header, refusal, follows),
         }
         Ok(())
-    }
-
-    /// Copies a piece of lent payload into the granted pages.
-    fn copy(&mut self, core: &Core) -> Result<Turn, TransportError> {
-        let Incoming::Copy { header, inbound, borrowed } = &mut self.incoming else { return Ok(Turn::Nothing) };
-        let placed = inbound.place(|runs| {
-            let copied = borrowed.copy(runs, COPY_BYTES);
-            (*copied.as_ref().unwrap_or(&0), copied)
-        });
-        let header = *header;
-        match placed {
-            Err(refusal) => self.refuse(core, &header, refusal, 0),
-            // What a process shares may go away while it lives: it says so, and what was there does not count.
-            Ok(Err(error)) => return Err(self.broken("copy out of the peer's memory", error)),
-            Ok(Ok(_)) => {
-                self.session.note_moved(Instant::now());
-                let is_over = inbound.left() == 0;
-                if is_over && !borrowed.is_live() {
-                    let refusal = inbound.refuse(Refusal::Cancelled);
-                    self.refuse(core, &header, refusal, 0);
-                } else if is_over {
-                    self.land(core, &header);
-                }
-            }
-        }
-        Ok(Turn::Moved)
-    }
-
-    /// What is to be told to the peer of the memory that it may read.
-    fn next_share(&mut self, core: &Core) -> Option<Outgoing> {
-        let sharing = self.session.sharing.as_ref().filter(|_| self.tells)?;
-        let (share, file) = sharing.lender.next_share(&core.regions)?;
-        let table = share.encode();
-        let header = FrameHeader { sequence: share.region, ..FrameHeader::with_body(FrameKind::Share, &table) };
-        let bytes = [&header.encode(self.session.version)[..], &table].concat();
-        Some(Outgoing::Words { bytes, sent: 0, file })
-    }
-
-    /// The peer shares memory: says whether it can be read.
-    fn take_share(&mut self, table: &[u8]) -> Result<(), TransportError> {
-        let share = Share::decode(table).map_err(|e| self.torn(&e))?;
-        let file = self.file.take();
-        let problem = match &self.session.sharing {
-            Some(sharing) => sharing.borrower.accept(&share, file).err(),
-            None => Some("no memory is shared in this session".to_owned()),
-        };
-        if let Some(problem) = &problem {
-            tracing::warn!(peer = self.session.name, region = share.region, problem, "shared memory cannot be read");
-        }
-        let problem = problem.unwrap_or_default();
-        let body = &problem.as_bytes()[..problem.floor_char_boundary(MAX_MAPPED_BYTES)];
-        let header = FrameHeader { sequence: share.region, ..FrameHeader::with_body(FrameKind::Mapped, body) };
-        self.words.extend_from_slice(&header.encode(self.session.version));
-        self.words.extend_from_slice(body);
-        Ok(())
-    }
-
-    /// The peer's answer to a share.
-    fn mapped(&self, core: &Core, header: &FrameHeader, problem: Option<&[u8]>) {
-        let (peer, region) = (&self.session.name, header.sequence);
-        match (problem, &self.session.sharing) {
-            (None, Some(sharing)) => sharing.lender.mapped(region, &core.regions),
-            (Some(problem), _) => {
-                let problem: String = String::from_utf8_lossy(problem).chars().filter(|c| !c.is_control()).collect();
-                tracing::warn!(
-                    peer,
-                    region,
-                    problem,
-                    "the peer cannot read shared memory; its bytes go over the lanes"
-                );
-            }
-            (None, None) => {}
-        }
     }
 
     fn land(&mut self, core: &Core, header: &FrameHeader) {
