@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::CopyPlan;
-use kvferry_protocol::message::Wrote;
+use kvferry_protocol::message::{Verdict, Wrote};
 use kvferry_protocol::transfer::{PostOutcome, Rect};
 use kvferry_protocol::{BlockId, Generation, PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
@@ -257,19 +257,7 @@ impl Driver {
         let Some(Posted { write, at }) = self.posting.posted.remove(&post) else { return };
         let outcome = match outcome {
             Ok(()) => {
-                if let Some(pending) = self.posting.writes.get(&write) {
-                    let (peer, rect, bytes) = (pending.peer.clone(), pending.rect, pending.bytes);
-                    let took = self.posting.occupied(&peer, at);
-                    self.board.link().observe(bytes, took);
-                    if let Some(entry) = self.sending.get_mut(&write.transfer) {
-                        entry.overlap.shipped(took, bytes);
-                    }
-                    self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(bytes);
-                    self.board.metrics.chunks_total.at(metrics::Side::Send).add(1);
-                    let WriteKey { transfer, generation, sequence } = write;
-                    let span = || Span::since(at, Kind::Ship).transfer(transfer).chunk(generation, sequence);
-                    self.board.tracer.record(|| span().rect(rect).bytes(bytes));
-                }
+                self.shipped(write, at);
                 PostOutcome::Taken
             }
             // Nothing else will tell the receiver: the session goes on.
@@ -280,6 +268,22 @@ impl Driver {
             }
         };
         self.posted(write, outcome);
+    }
+
+    /// A write that was posted `at` is with the receiver.
+    fn shipped(&mut self, write: WriteKey, at: Instant) {
+        let Some(pending) = self.posting.writes.get(&write) else { return };
+        let (peer, rect, bytes) = (pending.peer.clone(), pending.rect, pending.bytes);
+        let took = self.posting.occupied(&peer, at);
+        self.board.link().observe(bytes, took);
+        if let Some(entry) = self.sending.get_mut(&write.transfer) {
+            entry.overlap.shipped(took, bytes);
+        }
+        self.board.metrics.transfer_bytes_total.at(metrics::Side::Send).add(bytes);
+        self.board.metrics.chunks_total.at(metrics::Side::Send).add(1);
+        let WriteKey { transfer, generation, sequence } = write;
+        let span = || Span::since(at, Kind::Ship).transfer(transfer).chunk(generation, sequence);
+        self.board.tracer.record(|| span().rect(rect).bytes(bytes));
     }
 
     /// A write that this side cannot make, or the receiver will not take: the transfer fails with the reason.
@@ -315,10 +319,17 @@ impl Driver {
         let mut ended = Vec::new();
         self.posting.posted.retain(|_, posted| {
             let goes = is_meant(&posted.write);
-            ended.extend(goes.then_some(posted.write));
+            ended.extend(goes.then_some((posted.write, posted.at)));
             !goes
         });
-        ended.into_iter().for_each(|write| self.posted(write, PostOutcome::Lost));
+        // The receiver's word that it has all comes by another lane than the ends of the last posts, and may be quicker.
+        let done = self.sending.get(&transfer).is_some_and(|entry| entry.machine.verdict() == Some(&Verdict::Done));
+        for (write, at) in ended {
+            if done {
+                self.shipped(write, at);
+            }
+            self.posted(write, if done { PostOutcome::Taken } else { PostOutcome::Lost });
+        }
     }
 }
 

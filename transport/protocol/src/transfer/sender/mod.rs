@@ -326,6 +326,15 @@ impl Sender {
         matches!(self.state, State::Closed)
     }
 
+    /// How it ends, once that is decided and while posts drain.
+    #[must_use]
+    pub const fn verdict(&self) -> Option<&Verdict> {
+        match &self.state {
+            State::Ending { verdict } => Some(verdict),
+            State::Waiting { .. } | State::Granted { .. } | State::Aborting { .. } | State::Closed => None,
+        }
+    }
+
     /// Which transfer.
     #[must_use]
     pub const fn transfer(&self) -> TransferId {
