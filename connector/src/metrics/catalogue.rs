@@ -107,6 +107,8 @@ metrics! {
         "Messages and reports that were dropped, by reason.";
     engine_messages_waiting: Gauge => u64,
         "Messages of peers' engines that found this engine's queue full and wait for room in it.";
+    addresses_dialled: Gauge => u64,
+        "Addresses that this engine reaches, or tries to.";
     sessions_live: Gauge => u64,
         "Peers with a session.";
     sessions_lost_total: Counter => u64,

@@ -191,6 +191,10 @@ impl Transport for Loopback {
         Ok(())
     }
 
+    fn forget(&self, address: &PeerAddress) {
+        self.shared.lock().targets.retain(|target| target.address != *address);
+    }
+
     fn disconnect(&self, peer: &PeerId, reason: &str) {
         self.shared.lock().targets.retain(|target| target.peer.as_ref() != Some(peer));
         self.finish(peer, reason);

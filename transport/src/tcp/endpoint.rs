@@ -70,6 +70,7 @@ pub(crate) struct State {
 /// What the control thread is told.
 pub(crate) enum Command {
     Connect(SocketAddr),
+    Forget(SocketAddr),
     Disconnect { peer: PeerId, reason: String },
     Broken { session: SessionKey, reason: TransportError },
 }
@@ -285,6 +286,15 @@ impl Transport for Tcp {
         drop(state);
         self.shared.waker.wake();
         Ok(())
+    }
+
+    fn forget(&self, address: &PeerAddress) {
+        let PeerAddress::Tcp(address) = *address else { return };
+        let mut state = self.shared.lock();
+        state.wanted.retain(|wanted| *wanted != address);
+        state.commands.push_back(Command::Forget(address));
+        drop(state);
+        self.shared.waker.wake();
     }
 
     fn disconnect(&self, peer: &PeerId, reason: &str) {

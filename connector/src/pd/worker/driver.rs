@@ -197,7 +197,10 @@ impl Driver {
                 self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }
-            Command::Connect(address) => self.dial(address),
+            Command::Connect(address) => {
+                self.peers.keep(address);
+                self.dial(address);
+            }
             Command::Message(peer, message) => {
                 let message = EngineBytes::new(message.to_vec()).map(Message::Engine);
                 match message {
@@ -372,6 +375,7 @@ impl Driver {
         metrics.early_grants_live.set(self.early.len() as u64);
         metrics.grants_live.set(self.granted.len() as u64);
         metrics.sessions_live.set(self.peers.count() as u64);
+        metrics.addresses_dialled.set(self.peers.dialled() as u64);
         metrics.engine_messages_waiting.set(self.unheard.len() as u64);
         metrics.lent_bytes_total.advance_to(self.transport.stats().lent_bytes);
         let (used, limit) = self.posting.slab_bytes();

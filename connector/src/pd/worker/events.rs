@@ -79,8 +79,8 @@ impl Driver {
     }
 
     fn down(&mut self, peer: Option<&PeerId>, address: Option<PeerAddress>, reason: &TransportError) {
-        tracing::info!(peer = peer.map(tracing::field::display), ?address, %reason, "session or attempt ended");
         if let Some(peer) = peer {
+            tracing::info!(%peer, ?address, %reason, "session ended");
             if self.peers.down(peer) {
                 self.board.metrics.sessions_lost_total.add(1);
             }
@@ -102,7 +102,8 @@ impl Driver {
         self.board.reached().remove(&address);
         // Our own word to a peer that was refused says less than why it was.
         if !matches!(reason, TransportError::Disconnected { .. }) {
-            self.peers.missed(address, &reason.to_string());
+            let times = self.peers.missed(address, &full(reason));
+            log_miss(address, reason, times);
         }
         match reason {
             // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
@@ -115,6 +116,18 @@ impl Driver {
             }
             _ => {}
         }
+        self.forget_unwanted(address);
+    }
+
+    /// Lets go of an address that does not answer, or does no more, unless somebody waits for it.
+    fn forget_unwanted(&mut self, address: PeerAddress) {
+        let now = self.now();
+        if self.peers.is_kept(address, now) || self.receiving.values().any(|entry| entry.from == address) {
+            return;
+        }
+        tracing::debug!(?address, "nobody waits for this address: it is not dialled any more");
+        self.transport.forget(&address);
+        self.peers.drop_address(address);
     }
 
     /// An address answers, but not as one of us: loads from it fail, and the next one dials anew.
@@ -234,5 +247,24 @@ impl Driver {
             .map(|(&transfer, _)| (transfer, Side::Receiving))
             .chain(sending.map(|(&transfer, _)| (transfer, Side::Sending)))
             .collect()
+    }
+}
+
+/// An error with its cause, which says what to mend.
+fn full(reason: &TransportError) -> String {
+    match std::error::Error::source(reason) {
+        Some(source) => format!("{reason}: {source}"),
+        None => reason.to_string(),
+    }
+}
+
+/// Says why an address was not reached, `times` in a row: at first, and then ever more seldom.
+fn log_miss(address: PeerAddress, reason: &TransportError, times: u32) {
+    let is_final = matches!(reason, TransportError::Authentication { .. } | TransportError::Protocol { .. });
+    let reason = full(reason);
+    match (times.is_power_of_two(), is_final) {
+        (true, true) => tracing::warn!(?address, reason, times, "peer was not reached"),
+        (true, false) => tracing::info!(?address, reason, times, "peer was not reached"),
+        (false, _) => tracing::debug!(?address, reason, times, "peer was not reached"),
     }
 }
