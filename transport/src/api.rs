@@ -93,6 +93,9 @@ pub trait Transport: Send + Sync + 'static {
     /// Moves events into `events`; waits up to `timeout` if there are none.
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration);
 
+    /// Makes the [`poll`](Transport::poll) that waits, or else the next one, return without waiting on.
+    fn interrupt(&self);
+
     /// Changes the keys by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from now on uses these.
     /// A transport without proofs does nothing.
     fn set_keys(&self, keys: ClusterKeys);

@@ -246,6 +246,10 @@ impl Transport for Loopback {
         256
     }
 
+    fn interrupt(&self) {
+        self.shared.core.events.interrupt();
+    }
+
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
             let peers: Vec<_> = self.shared.lock().ends.values().map(|end| Arc::clone(&end.remote)).collect();

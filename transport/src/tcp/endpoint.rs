@@ -356,6 +356,10 @@ impl Transport for Tcp {
         if shares { DIRECT_LENT_RUN_BYTES } else { DIRECT_RUN_BYTES }
     }
 
+    fn interrupt(&self) {
+        self.shared.core.events.interrupt();
+    }
+
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
             if let Some(ucx) = &self.shared.ucx {
