@@ -45,7 +45,7 @@ pub(crate) fn watch(transport: &Arc<dyn Transport>, network: &Network) -> std::i
                 .and_then(|()| keys(&network).map_err(|error| chain(&error)))
             {
                 Ok(keys) => {
-                    transport.set_keys(keys);
+                    transport.set_credentials(keys.into());
                     tracing::info!("the cluster's keys were read again; sessions that are up stay");
                 }
                 Err(error) => tracing::warn!(error, "the cluster's keys changed and cannot be used; the old ones stay"),
