@@ -172,7 +172,7 @@ impl Handshaking {
             let source = Arc::new(io::Error::from(io::ErrorKind::TimedOut));
             return TransportError::Io { peer, operation: "connect", source };
         }
-        if let Machine::Opening { .. } = self.machine {
+        if matches!(self.machine, Machine::Opening { .. }) && self.stream.is_tls() {
             let problem = "TLS did not come up within the deadline".to_owned();
             return TransportError::Protocol { peer, problem };
         }
