@@ -162,6 +162,7 @@ fn a_cluster_changes_certificates_and_authority_while_sessions_go_on() {
     a.wait("a refusal", |event| matches!(event, Event::Down { reason: TransportError::Authentication { .. }, .. }));
     // Nor does a node fall back to keys.
     a.transport.set_credentials(key().into());
+    a.drain();
     assert!(matches!(down(&mut a), TransportError::Authentication { .. }));
 }
 
