@@ -49,9 +49,10 @@ pub(crate) fn watch(transport: &Arc<dyn Transport>, network: &Network) -> std::i
     let look = move || {
         while let Some(transport) = after(&transport, LOOK) {
             let found = stamps(&network);
-            if std::mem::replace(&mut seen, found) == found {
+            if seen == found {
                 continue;
             }
+            seen = found;
             match read(&mut network)
                 .map_err(|error| chain(&error))
                 .and_then(|()| credentials(&network).map_err(|error| chain(&error)))
