@@ -113,16 +113,9 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
     let mut environment = RawConfig::default();
     environment.overlay_env(variables).unwrap();
     assert_eq!(file, environment);
-    // These are read where they stand, and this file holds nothing of the kind.
-    let raw = RawConfig {
-        psk_file: None,
-        psk_also_file: None,
-        tls_certificate_file: None,
-        tls_key_file: None,
-        tls_authority_file: None,
-        tls_names: None,
-        ..file
-    };
+    // What these name is read where it stands, and this file holds nothing of the kind.
+    let mut raw = RawConfig { psk_file: None, psk_also_file: None, tls_names: None, ..file };
+    (raw.tls_certificate_file, raw.tls_key_file, raw.tls_authority_file) = (None, None, None);
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
     assert_eq!(config.peer().to_string(), "d.1#1/pp2tp3");
     assert_eq!(config.deadlines().verdict, Duration::from_millis(400));

@@ -20,7 +20,7 @@ use super::path::{Choice, Route};
 use super::pending::Pending;
 use super::session::{Session, SessionSetup};
 use super::socket;
-use super::stream::{Socket, Stream};
+use super::stream::Stream;
 use super::target::{BackOff, Target, TargetState};
 use crate::api::{Event, PeerAddress};
 use crate::core::{Counters, SessionKey, Superseded, is_other_start};
@@ -398,10 +398,9 @@ impl Driver<'_> {
         }
         let (shared, now) = (self.shared, Instant::now());
         let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
-        let sockets: Vec<_> = streams.iter().map(|stream| Arc::clone(stream.socket())).collect();
-        let are_unix = sockets.iter().all(|socket| socket.is_unix());
+        let are_unix = streams.iter().all(Stream::is_unix);
         let path = pending.choice.report(are_unix);
-        let sharing = sharing(&pending.choice, are_unix, &sockets, shared.config.max_posts);
+        let sharing = sharing(&pending.choice, are_unix, &streams, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
             key,
@@ -412,7 +411,7 @@ impl Driver<'_> {
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
             verbs: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
-            sockets,
+            sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
         };
         let session = Arc::new(Session::new(setup, now));
         self.open_ucx(&session, pending.choice.by_ucx && !are_unix);
@@ -420,8 +419,8 @@ impl Driver<'_> {
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
         }
-        let not = pending.choice.reasons();
-        tracing::info!(%peer, session = key.0, lanes = streams.len(), tls = control.is_tls(), path = %path.kind, %not, "session up");
+        let (tls, not) = (control.is_tls(), pending.choice.reasons());
+        tracing::info!(%peer, session = key.0, lanes = streams.len(), tls, path = %path.kind, %not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {
@@ -514,10 +513,10 @@ impl Driver<'_> {
 }
 
 /// What the two read in each other's memory. Without it payload goes over the lanes.
-fn sharing(choice: &Choice, are_unix: bool, sockets: &[Arc<Socket>], max_posts: usize) -> Option<Sharing> {
+fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) -> Option<Sharing> {
     let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
-    let socket = sockets.first().filter(|_| are_unix && (by_descriptor || by_address))?;
-    match Sharing::new(by_descriptor, by_address, socket.as_fd(), max_posts) {
+    let lane = lanes.first().filter(|_| are_unix && (by_descriptor || by_address))?;
+    match Sharing::new(by_descriptor, by_address, lane.as_fd(), max_posts) {
         Ok(sharing) => Some(sharing),
         Err(error) => {
             tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");
