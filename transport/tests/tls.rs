@@ -240,6 +240,24 @@ fn a_handshake_broken_anywhere_fails_and_is_tried_again() {
     works(&mut a, &mut b);
 }
 
+/// Nothing else happens on the lane that could remind it of the records that it holds.
+#[test]
+fn records_that_the_socket_did_not_take_go_when_it_does() {
+    let file = TcpConfigFile { lanes_same_host: 1, socket_buffer_bytes: Some(16 << 10), ..patient() };
+    let mut a = node_with("a", file.clone(), tls("a", &["authority"], ANY), 4 * MIB);
+    let mut b = node_with("b", file, tls("b", &["authority"], ANY), 4 * MIB);
+    a.meet(&mut b);
+    let grant = b.grant(&a.peer, 0, 4 * MIB as u64);
+    for sequence in 0..8_u32 {
+        a.memory.fill(0, 4 * MIB, sequence as u8 + 1);
+        let bytes = 4 * MIB as u64 - u64::from(sequence) * 10_007;
+        let post = a.post(&b.peer, grant, sequence, 0, 0, bytes);
+        b.wait_landed(grant);
+        a.wait_posted(post).unwrap();
+        assert!(b.memory.is_all(0, bytes as usize, sequence as u8 + 1), "{sequence}");
+    }
+}
+
 #[test]
 fn what_is_carried_cannot_be_read_on_the_way() {
     const SECRET: &[u8] = b"what nobody on the way may read";
