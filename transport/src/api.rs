@@ -47,6 +47,9 @@ pub trait Transport: Send + Sync + 'static {
     /// [`TransportError::Limit`] if too many peers are being reached.
     fn connect(&self, address: &PeerAddress) -> Result<(), TransportError>;
 
+    /// Stops trying to reach an address. A session with who is there stays; when it ends it is not dialled again.
+    fn forget(&self, address: &PeerAddress);
+
     /// Ends the session with a peer and stops trying to reach it. Posts to it fail, grants to it are revoked.
     fn disconnect(&self, peer: &PeerId, reason: &str);
 
@@ -89,6 +92,9 @@ pub trait Transport: Send + Sync + 'static {
 
     /// Moves events into `events`; waits up to `timeout` if there are none.
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration);
+
+    /// Makes the [`poll`](Transport::poll) that waits, or else the next one, return without waiting on.
+    fn interrupt(&self);
 
     /// Changes the keys by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from now on uses these.
     /// A transport without proofs does nothing.

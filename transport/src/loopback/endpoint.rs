@@ -191,6 +191,10 @@ impl Transport for Loopback {
         Ok(())
     }
 
+    fn forget(&self, address: &PeerAddress) {
+        self.shared.lock().targets.retain(|target| target.address != *address);
+    }
+
     fn disconnect(&self, peer: &PeerId, reason: &str) {
         self.shared.lock().targets.retain(|target| target.peer.as_ref() != Some(peer));
         self.finish(peer, reason);
@@ -240,6 +244,10 @@ impl Transport for Loopback {
 
     fn direct_run_bytes(&self, _: &PeerId) -> u64 {
         256
+    }
+
+    fn interrupt(&self) {
+        self.shared.core.events.interrupt();
     }
 
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {

@@ -125,6 +125,7 @@ impl Driver<'_> {
     fn obey(&mut self, command: Command) {
         match command {
             Command::Connect(address) => self.targets.push(Target::new(address, Instant::now(), &self.back_off)),
+            Command::Forget(address) => self.targets.retain(|target| target.address != address),
             Command::Disconnect { peer, reason } => {
                 let mut state = self.shared.lock();
                 self.targets.retain(|target| {

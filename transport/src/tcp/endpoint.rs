@@ -72,6 +72,7 @@ pub(crate) struct State {
 /// What the control thread is told.
 pub(crate) enum Command {
     Connect(SocketAddr),
+    Forget(SocketAddr),
     Disconnect {
         peer: PeerId,
         reason: String,
@@ -300,6 +301,15 @@ impl Transport for Tcp {
         Ok(())
     }
 
+    fn forget(&self, address: &PeerAddress) {
+        let PeerAddress::Tcp(address) = *address else { return };
+        let mut state = self.shared.lock();
+        state.wanted.retain(|wanted| *wanted != address);
+        state.commands.push_back(Command::Forget(address));
+        drop(state);
+        self.shared.waker.wake();
+    }
+
     fn disconnect(&self, peer: &PeerId, reason: &str) {
         self.shared.command(Command::Disconnect { peer: peer.clone(), reason: reason.to_owned() });
     }
@@ -360,6 +370,10 @@ impl Transport for Tcp {
             Ok(session) if session.verbs().is_some() => DIRECT_DEVICE_RUN_BYTES,
             _ => DIRECT_RUN_BYTES,
         }
+    }
+
+    fn interrupt(&self) {
+        self.shared.core.events.interrupt();
     }
 
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
