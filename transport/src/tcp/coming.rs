@@ -16,8 +16,9 @@ use crate::core::{Counters, SessionKey};
 pub(crate) struct Coming {
     pub(crate) identity: PeerIdentity,
     pub(crate) choice: Choice,
-    pub(crate) sockets: Vec<Arc<Stream>>,
+    pub(crate) streams: Vec<Stream>,
     pub(crate) are_unix: bool,
+    pub(crate) is_tls: bool,
 }
 
 impl Driver<'_> {
@@ -40,13 +41,13 @@ impl Driver<'_> {
     pub(super) fn begin(&mut self, index: usize) {
         let (shared, control) = (self.shared, &mut self.live[index]);
         let Some(coming) = control.coming.take() else { return };
-        let Coming { identity, choice, sockets, are_unix } = *coming;
+        let Coming { identity, choice, streams, are_unix, is_tls } = *coming;
         let session = Arc::clone(&control.session);
         let path = choice.report(are_unix);
         self.open_ucx(&session, path.kind == PathKind::Ucx);
         shared.core.grants.open_session(session.key);
         let (peer, not) = (session.peer.clone(), path.reasons());
-        tracing::info!(%peer, session = session.key.0, lanes = sockets.len(), path = %path.kind, %not, "session up");
+        tracing::info!(%peer, session = session.key.0, lanes = streams.len(), tls = is_tls, path = %path.kind, %not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {
@@ -57,9 +58,9 @@ impl Driver<'_> {
             greeting: identity.greeting.into(),
             path,
         });
-        for (index, socket) in sockets.into_iter().enumerate() {
+        for (index, stream) in streams.into_iter().enumerate() {
             let thread = self.next_data % shared.data.len();
-            shared.data[thread].add(Arc::clone(&session), socket, index == 0);
+            shared.data[thread].add(Arc::clone(&session), stream, index == 0);
             self.next_data += 1;
         }
     }

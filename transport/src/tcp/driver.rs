@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{Dialler, FrameHeader, FrameKind, Introduction, Listener, PeerIdentity};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Introduction, PeerIdentity};
 use rustix::event::{PollFd, PollFlags};
 
 use super::coming::Coming;
 use super::control::Control;
 use super::endpoint::{Command, Shared};
-use super::handshaking::{Handshaking, Machine, Role};
+use super::handshaking::{Handshaking, Opening, Role};
 use super::path::{Choice, Route};
 use super::pending::Pending;
 use super::session::{Session, SessionSetup};
@@ -24,7 +24,7 @@ use super::socket;
 use super::stream::Stream;
 use super::target::{BackOff, Target, TargetState};
 use crate::api::{Event, PeerAddress};
-use crate::core::{Counters, SessionKey, Superseded, is_other_start, random};
+use crate::core::{Counters, SessionKey, Superseded, is_other_start};
 use crate::error::TransportError;
 use crate::share::Sharing;
 
@@ -232,8 +232,11 @@ impl Driver<'_> {
             }
             let deadline = Instant::now() + self.shared.config.handshake;
             let versions = self.shared.config.versions;
-            let listener = Listener::new(self.shared.keys(), versions, random(), deadline, unproved >= limit);
-            self.handshaking.push(Handshaking::new(stream, Role::Accepted, name, Machine::Listener(listener)));
+            let opening = Opening::Listener { versions, busy: unproved >= limit };
+            match Handshaking::new(stream, Role::Accepted, name, opening, self.shared.credentials(), deadline) {
+                Ok(handshake) => self.handshaking.push(handshake),
+                Err(error) => tracing::warn!(%error, "a connection was accepted and cannot be used"),
+            }
         }
         AcceptEnd::More
     }
@@ -273,8 +276,7 @@ impl Driver<'_> {
 
     fn dial(&mut self, address: SocketAddr, introduction: Introduction) -> Result<(), TransportError> {
         let stream = socket::dial(address, false, None).map_err(unreached(address.to_string()))?;
-        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction);
-        Ok(())
+        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction)
     }
 
     /// Dials the data lanes of a session, the way that was chosen. Unix lanes that cannot be had are replaced by TCP, if that is allowed.
@@ -312,16 +314,24 @@ impl Driver<'_> {
         for (lane, stream) in (0..).zip(streams) {
             let (session, secret) = (pending.number, pending.secret.clone());
             let role = Role::Lane { to: address, session, lane };
-            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret });
+            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret })?;
         }
         Ok(())
     }
 
-    fn shake_over(&mut self, stream: Stream, role: Role, name: String, introduction: Introduction) {
+    fn shake_over(
+        &mut self,
+        stream: Stream,
+        role: Role,
+        name: String,
+        introduction: Introduction,
+    ) -> Result<(), TransportError> {
         let config = &self.shared.config;
         let deadline = Instant::now() + config.handshake;
-        let dialler = Dialler::new(self.shared.keys().own().clone(), config.versions, introduction, random(), deadline);
-        self.handshaking.push(Handshaking::new(stream, role, name, Machine::Dialler(dialler)));
+        let opening = Opening::Dialler { versions: config.versions, introduction };
+        let handshake = Handshaking::new(stream, role, name, opening, self.shared.credentials(), deadline)?;
+        self.handshaking.push(handshake);
+        Ok(())
     }
 
     fn expire(&mut self, now: Instant) {
@@ -390,9 +400,9 @@ impl Driver<'_> {
             }
         }
         let (shared, now) = (self.shared, Instant::now());
-        let sockets: Vec<_> = pending.lanes.into_iter().flatten().map(Arc::new).collect();
-        let are_unix = sockets.iter().all(|socket| socket.is_unix());
-        let sharing = sharing(&pending.choice, are_unix, &sockets, shared.config.max_posts);
+        let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
+        let are_unix = streams.iter().all(Stream::is_unix);
+        let sharing = sharing(&pending.choice, are_unix, &streams, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
             key,
@@ -403,13 +413,14 @@ impl Driver<'_> {
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
             rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
-            sockets: sockets.clone(),
+            sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
         };
         let session = Arc::new(Session::new(setup, now));
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
         }
-        let coming = Coming { identity: pending.identity, choice: pending.choice, sockets, are_unix };
+        let coming =
+            Coming { identity: pending.identity, choice: pending.choice, streams, are_unix, is_tls: control.is_tls() };
         self.live.push(Control::new(Arc::clone(&session), control, now, shared.config.keepalive, coming));
         match &session.rdma {
             Some(rdma) => rdma.join(&session),
@@ -496,10 +507,10 @@ impl Driver<'_> {
 }
 
 /// What the two read in each other's memory. Without it payload goes over the lanes.
-fn sharing(choice: &Choice, are_unix: bool, sockets: &[Arc<Stream>], max_posts: usize) -> Option<Sharing> {
+fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) -> Option<Sharing> {
     let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
-    let socket = sockets.first().filter(|_| are_unix && (by_descriptor || by_address))?;
-    match Sharing::new(by_descriptor, by_address, socket.as_fd(), max_posts) {
+    let lane = lanes.first().filter(|_| are_unix && (by_descriptor || by_address))?;
+    match Sharing::new(by_descriptor, by_address, lane.as_fd(), max_posts) {
         Ok(sharing) => Some(sharing),
         Err(error) => {
             tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");
