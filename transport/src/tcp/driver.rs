@@ -13,6 +13,7 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::{FrameHeader, FrameKind, Introduction, PeerIdentity};
 use rustix::event::{PollFd, PollFlags};
 
+use super::coming::Coming;
 use super::control::Control;
 use super::endpoint::{Command, Shared};
 use super::handshaking::{Handshaking, Opening, Role};
@@ -44,7 +45,7 @@ pub(crate) struct Driver<'a> {
     pub(super) targets: Vec<Target>,
     pub(super) back_off: BackOff,
     pub(super) superseded: Superseded,
-    next_data: usize,
+    pub(super) next_data: usize,
 }
 
 /// Where peers dial.
@@ -139,6 +140,7 @@ impl Driver<'_> {
                     self.end_session(index, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
                 }
             }
+            Command::Proved { session, outcome } => self.proved(session, outcome),
             Command::Broken { session, reason } => {
                 if let Some(index) = self.live.iter().position(|control| control.session.key == session) {
                     let word = reason.to_string();
@@ -400,7 +402,6 @@ impl Driver<'_> {
         let (shared, now) = (self.shared, Instant::now());
         let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
         let are_unix = streams.iter().all(Stream::is_unix);
-        let path = pending.choice.report(are_unix);
         let sharing = sharing(&pending.choice, are_unix, &streams, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
@@ -411,36 +412,24 @@ impl Driver<'_> {
             max_posts: shared.config.max_posts,
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
-            verbs: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
+            rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
         };
         let session = Arc::new(Session::new(setup, now));
-        self.open_ucx(&session, pending.choice.by_ucx && !are_unix);
-        shared.core.grants.open_session(key);
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
         }
-        let (tls, not) = (control.is_tls(), pending.choice.reasons());
-        tracing::info!(%peer, session = key.0, lanes = streams.len(), tls, path = %path.kind, %not, "session up");
-        Counters::add(&shared.core.counters.sessions_up, 1);
-        shared.begin(&session);
-        shared.core.events.push(Event::Up {
-            peer,
-            session: key.0,
-            address: pending.dialled.map(PeerAddress::Tcp),
-            version: pending.version,
-            greeting: pending.identity.greeting.into(),
-            path,
-        });
-        for (index, stream) in streams.into_iter().enumerate() {
-            shared.data[self.next_data % shared.data.len()].add(Arc::clone(&session), stream, index == 0);
-            self.next_data += 1;
+        let coming =
+            Coming { identity: pending.identity, choice: pending.choice, streams, are_unix, is_tls: control.is_tls() };
+        self.live.push(Control::new(Arc::clone(&session), control, now, shared.config.keepalive, coming));
+        match &session.rdma {
+            Some(rdma) => rdma.join(&session),
+            None => self.begin(self.live.len() - 1),
         }
-        self.live.push(Control::new(session, control, now, shared.config.keepalive));
     }
 
     /// Begins to make a session's link over UCX, if it was chosen: tells the peer how to reach it.
-    fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
+    pub(super) fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
         let Some(ucx) = self.shared.ucx.as_ref().filter(|_| is_chosen) else { return };
         match ucx.open(session) {
             Ok((lane, body)) => {
@@ -483,17 +472,21 @@ impl Driver<'_> {
             state.sessions.remove(&session.peer);
         }
         drop(state);
+        // One that was dialled and never up is told as an attempt that failed; the other side's is nobody's concern.
+        let is_told = control.coming.is_none() || session.address.is_some();
         control.close(goodbye);
         session.finish(&self.shared.core, &reason);
         self.shared.wake_data();
         self.lost(session.key);
         tracing::info!(peer = %session.peer, session = session.key.0, %reason, "session down");
         Counters::add(&self.shared.core.counters.sessions_down, 1);
-        self.shared.core.events.push(Event::Down {
-            peer: Some(session.peer.clone()),
-            address: session.address.map(PeerAddress::Tcp),
-            reason,
-        });
+        if is_told {
+            self.shared.core.events.push(Event::Down {
+                peer: Some(session.peer.clone()),
+                address: session.address.map(PeerAddress::Tcp),
+                reason,
+            });
+        }
     }
 
     fn lost(&mut self, session: SessionKey) {

@@ -7,6 +7,7 @@
 //! Lock order: the endpoint's state, then a session's locks, then the core's. No lock is held in a system call, but for the
 //! guards of grants and sources, each around one call that does not wait.
 
+mod coming;
 mod config;
 mod control;
 mod data;

@@ -1,0 +1,67 @@
+//! A session that is there and not told yet: its RDMA path is being proved, or it has none.
+//!
+//! Nothing is told before that: the path that `Event::Up` reports is the one that is taken. Meanwhile nobody can post or grant; a
+//! peer that is quicker may send a message already, which stays in its socket.
+
+use std::sync::Arc;
+
+use kvferry_protocol::wire::PeerIdentity;
+
+use super::driver::Driver;
+use super::path::Choice;
+use super::stream::Stream;
+use crate::api::{Event, PathKind, PeerAddress};
+use crate::core::{Counters, SessionKey};
+
+pub(crate) struct Coming {
+    pub(crate) identity: PeerIdentity,
+    pub(crate) choice: Choice,
+    pub(crate) streams: Vec<Stream>,
+    pub(crate) are_unix: bool,
+    pub(crate) is_tls: bool,
+}
+
+impl Driver<'_> {
+    /// A session's RDMA path was proved, or was not and the next is taken.
+    pub(super) fn proved(&mut self, session: SessionKey, outcome: Result<(), String>) {
+        let Some(index) = self.live.iter().position(|control| control.session.key == session) else { return };
+        let control = &mut self.live[index];
+        let Some(coming) = &mut control.coming else { return };
+        match outcome {
+            Ok(()) => control.session.take_device(),
+            Err(reason) => {
+                tracing::warn!(peer = %control.session.peer, reason, "RDMA is not used: its test failed");
+                coming.choice.without_device(reason);
+            }
+        }
+        self.begin(index);
+    }
+
+    /// Makes a session known, and tells it.
+    pub(super) fn begin(&mut self, index: usize) {
+        let (shared, control) = (self.shared, &mut self.live[index]);
+        let Some(coming) = control.coming.take() else { return };
+        let Coming { identity, choice, streams, are_unix, is_tls } = *coming;
+        let session = Arc::clone(&control.session);
+        let path = choice.report(are_unix);
+        self.open_ucx(&session, path.kind == PathKind::Ucx);
+        shared.core.grants.open_session(session.key);
+        let (peer, not) = (session.peer.clone(), path.reasons());
+        tracing::info!(%peer, session = session.key.0, lanes = streams.len(), tls = is_tls, path = %path.kind, %not, "session up");
+        Counters::add(&shared.core.counters.sessions_up, 1);
+        shared.begin(&session);
+        shared.core.events.push(Event::Up {
+            peer,
+            session: session.key.0,
+            address: session.address.map(PeerAddress::Tcp),
+            version: session.version,
+            greeting: identity.greeting.into(),
+            path,
+        });
+        for (index, stream) in streams.into_iter().enumerate() {
+            let thread = self.next_data % shared.data.len();
+            shared.data[thread].add(Arc::clone(&session), stream, index == 0);
+            self.next_data += 1;
+        }
+    }
+}
