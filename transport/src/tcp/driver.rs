@@ -410,8 +410,8 @@ impl Driver<'_> {
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
         }
-        let not = pending.choice.reasons();
-        tracing::info!(%peer, session = key.0, lanes = sockets.len(), path = %path.kind, %not, "session up");
+        let (taken, not) = (path.taken(), path.not_taken());
+        tracing::info!(%peer, session = key.0, lanes = sockets.len(), path = taken, not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {

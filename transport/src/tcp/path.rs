@@ -213,7 +213,12 @@ impl Choice {
                 }
             }
         };
-        PathReport { kind, not }
+        let plain = match (lanes_are_unix, self.by_address) {
+            (true, true) => PathKind::ProcessMemory,
+            (true, false) => PathKind::UnixSocket,
+            (false, _) => kind,
+        };
+        PathReport { kind, plain, not }
     }
 
     /// In words, for an error.
@@ -255,17 +260,26 @@ mod tests {
     #[test]
     fn the_best_way_that_both_have_is_taken_and_the_others_have_a_reason() {
         let all = [Tcp, UnixSocket, ProcessMemory, SharedMemory];
-        for (name, ours, theirs, host, want, reason) in [
-            ("all", &all[..], &all[..], 1, SharedMemory, ""),
-            ("one without a map", &all, &[Tcp, UnixSocket, ProcessMemory], 1, ProcessMemory, "does not offer"),
-            ("sockets only", &[Tcp, UnixSocket], &all, 1, UnixSocket, "configuration does not allow"),
-            ("another host", &all, &all, 2, Tcp, "another host"),
-            ("the peer has TCP only", &all, &[Tcp], 1, Tcp, "does not offer"),
+        for (name, ours, theirs, host, (want, plain), reason) in [
+            ("all", &all[..], &all[..], 1, (SharedMemory, ProcessMemory), ""),
+            ("maps only", &all, &[Tcp, UnixSocket, SharedMemory], 1, (SharedMemory, UnixSocket), ""),
+            (
+                "one without a map",
+                &all,
+                &[Tcp, UnixSocket, ProcessMemory],
+                1,
+                (ProcessMemory, ProcessMemory),
+                "does not offer",
+            ),
+            ("sockets only", &[Tcp, UnixSocket], &all, 1, (UnixSocket, UnixSocket), "configuration does not allow"),
+            ("another host", &all, &all, 2, (Tcp, Tcp), "another host"),
+            ("the peer has TCP only", &all, &[Tcp], 1, (Tcp, Tcp), "does not offer"),
         ] {
             let (ours, theirs) = (local(ours, 1), local(theirs, host));
             let choice = ours.choose(3, &theirs.offers());
             let report = choice.report(matches!(choice.route, Route::Unix(_)));
-            assert_eq!(report.kind, want, "{name}: {choice:?}");
+            assert_eq!((report.kind, report.plain), (want, plain), "{name}: {choice:?}");
+            assert_eq!(report.not_taken() == "none", report.not.is_empty(), "{name}: {report:?}");
             assert!(report.not.iter().all(|(kind, why)| *kind < want && why.contains(reason)), "{name}: {report:?}");
             assert_eq!(report.not.len(), all.iter().filter(|kind| **kind < want).count(), "{name}: {report:?}");
         }
