@@ -124,12 +124,17 @@ fn refuse_unknown(key: &str) -> Result<(), BindingError> {
     if key == "psk" || KEYS.iter().any(|known| known.name == key) {
         return Ok(()); // What is wrong with it, the configuration says.
     }
-    let here = KEYS.iter().map(|key| key.name).filter(|name| !NOT_HERE.contains(name)).chain(["config_file"]);
-    let fix = match nearest(key, here.clone()) {
-        Some(meant) => format!("no such key; write {meant}, or take it out"),
-        None => format!("no such key; the keys are {}", here.collect::<Vec<_>>().join(", ")),
-    };
+    let fix = meant(key, &["config_file"]);
     Err(BindingError::Option { key: format!("{ORIGIN}: {key}"), found: "(not shown)".to_owned(), fix })
+}
+
+/// What to write instead of a key that is none; beside kvferry's keys, there are some `more`.
+fn meant(key: &str, more: &[&str]) -> String {
+    let here = || KEYS.iter().map(|key| key.name).filter(|name| !NOT_HERE.contains(name)).chain(more.iter().copied());
+    match nearest(key, here()) {
+        Some(meant) => format!("no such key; write {meant}, or take it out"),
+        None => format!("no such key; the keys are {}", here().collect::<Vec<_>>().join(", ")),
+    }
 }
 
 /// An error of the configuration in the words of those who write it here.
@@ -138,6 +143,10 @@ fn placed_here(error: ConfigError) -> BindingError {
         // Only the file itself is named by no key of its own.
         ConfigError::Read { key: "the command line", path, source } => {
             BindingError::Config(ConfigError::Read { key: "config_file in kv_connector_extra_config", path, source })
+        }
+        ConfigError::Syntax { origin, line, key, problem } if problem.starts_with("unknown field") => {
+            let problem = meant(&key, &[]);
+            BindingError::Config(ConfigError::Syntax { origin, line, key, problem })
         }
         ConfigError::Missing { key, fix } => {
             let variable = key.to_uppercase();

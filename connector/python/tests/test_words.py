@@ -49,6 +49,9 @@ def test_a_key_is_needed_and_may_come_from_anywhere(psk, tmp_path, monkeypatch):
     file = tmp_path / "kvferry.toml"
     file.write_text(f"psk_file = '{psk}'\nlease_ttl_ms = 1000\n")
     config({"config_file": str(file)})
+    file.write_text("lease_ttl = 1000\n")
+    with pytest.raises(ValueError, match="line 1, key \"lease_ttl\": no such key; write lease_ttl_ms"):
+        config({"config_file": str(file), "psk_file": str(psk)})
     file.write_text("role = 'decode'\n")
     with pytest.raises(ValueError, match="kv_role"):
         config({"config_file": str(file), "psk_file": str(psk)})
