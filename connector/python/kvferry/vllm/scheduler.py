@@ -85,7 +85,7 @@ class SchedulerHalf:
     def _refuse(self, request: Request, problem: str) -> None:
         self._refused += 1
         # The error names the request already, where it is kvferry's.
-        named = "" if request.request_id in problem else f"kv_transfer_params of request {request.request_id}: "
+        named = "" if request.request_id in problem else f"kvferry: kv_transfer_params of request {request.request_id}: "
         logger.warning("%s%s; the prompt is computed without a transfer", named, problem)
 
     def take_stats(self) -> KvFerryStats | None:
