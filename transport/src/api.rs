@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::ClusterKeys;
 use kvferry_protocol::{PeerId, RegionId};
 
+use crate::credentials::Credentials;
 use crate::error::TransportError;
 
 /// One way of moving bytes between this endpoint and its peers.
@@ -96,9 +96,9 @@ pub trait Transport: Send + Sync + 'static {
     /// Makes the [`poll`](Transport::poll) that waits, or else the next one, return without waiting on.
     fn interrupt(&self);
 
-    /// Changes the keys by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from now on uses these.
-    /// A transport without proofs does nothing.
-    fn set_keys(&self, keys: ClusterKeys);
+    /// Changes the keys or certificates by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from
+    /// now on uses these. Whether lanes are encrypted does not change. A transport without proofs does nothing.
+    fn set_credentials(&self, credentials: Credentials);
 
     /// Counters since the start.
     fn stats(&self) -> TransportStats;

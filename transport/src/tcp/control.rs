@@ -61,7 +61,7 @@ impl Control {
     pub(crate) fn entry(&self) -> Option<PollFd<'_>> {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, !self.is_held_back);
-        flags.set(PollFlags::OUT, self.sent < self.output.len());
+        flags.set(PollFlags::OUT, self.sent < self.output.len() || self.stream.has_unsent());
         (!flags.is_empty()).then(|| PollFd::from_borrowed_fd(self.stream.as_fd(), flags))
     }
 
@@ -210,6 +210,7 @@ impl Control {
     }
 
     fn write(&mut self) -> Result<(), TransportError> {
+        self.stream.push().map_err(|error| self.broken("write the control lane", error))?;
         loop {
             if self.sent == self.output.len() {
                 self.sent = 0;
@@ -221,7 +222,7 @@ impl Control {
                     }
                 }
             }
-            match (&self.stream).write(&self.output[self.sent..]) {
+            match self.stream.write(&self.output[self.sent..]) {
                 Ok(sent) => self.sent += sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -234,7 +235,7 @@ impl Control {
         while self.input.len() < wants {
             let got = self.input.len();
             self.input.resize(wants, 0);
-            let result = (&self.stream).read(&mut self.input[got..]);
+            let result = self.stream.read(&mut self.input[got..]);
             self.input.truncate(got + result.as_ref().unwrap_or(&0));
             match result {
                 Ok(0) => return Err(self.broken("read the control lane", io::ErrorKind::UnexpectedEof.into())),
@@ -258,7 +259,7 @@ impl Control {
             // The peer also learns it from the connection's end.
             let _ = self.write();
         }
-        let _ = self.stream.shutdown(std::net::Shutdown::Write);
+        self.stream.finish();
     }
 
     fn wrong(&self, problem: String) -> TransportError {

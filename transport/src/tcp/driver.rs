@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{Dialler, FrameHeader, FrameKind, Introduction, Listener, PeerIdentity};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Introduction, PeerIdentity};
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::Control;
 use super::endpoint::{Command, Shared};
-use super::handshaking::{Handshaking, Machine, Role};
+use super::handshaking::{Handshaking, Opening, Role};
 use super::path::{Choice, Route};
 use super::pending::Pending;
 use super::session::{Session, SessionSetup};
@@ -23,7 +23,7 @@ use super::socket;
 use super::stream::Stream;
 use super::target::{BackOff, Target, TargetState};
 use crate::api::{Event, PeerAddress};
-use crate::core::{Counters, SessionKey, Superseded, is_other_start, random};
+use crate::core::{Counters, SessionKey, Superseded, is_other_start};
 use crate::error::TransportError;
 use crate::share::Sharing;
 
@@ -230,8 +230,11 @@ impl Driver<'_> {
             }
             let deadline = Instant::now() + self.shared.config.handshake;
             let versions = self.shared.config.versions;
-            let listener = Listener::new(self.shared.keys(), versions, random(), deadline, unproved >= limit);
-            self.handshaking.push(Handshaking::new(stream, Role::Accepted, name, Machine::Listener(listener)));
+            let opening = Opening::Listener { versions, busy: unproved >= limit };
+            match Handshaking::new(stream, Role::Accepted, name, opening, self.shared.credentials(), deadline) {
+                Ok(handshake) => self.handshaking.push(handshake),
+                Err(error) => tracing::warn!(%error, "a connection was accepted and cannot be used"),
+            }
         }
         AcceptEnd::More
     }
@@ -271,8 +274,7 @@ impl Driver<'_> {
 
     fn dial(&mut self, address: SocketAddr, introduction: Introduction) -> Result<(), TransportError> {
         let stream = socket::dial(address, false, None).map_err(unreached(address.to_string()))?;
-        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction);
-        Ok(())
+        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction)
     }
 
     /// Dials the data lanes of a session, the way that was chosen. Unix lanes that cannot be had are replaced by TCP, if that is allowed.
@@ -310,16 +312,24 @@ impl Driver<'_> {
         for (lane, stream) in (0..).zip(streams) {
             let (session, secret) = (pending.number, pending.secret.clone());
             let role = Role::Lane { to: address, session, lane };
-            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret });
+            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret })?;
         }
         Ok(())
     }
 
-    fn shake_over(&mut self, stream: Stream, role: Role, name: String, introduction: Introduction) {
+    fn shake_over(
+        &mut self,
+        stream: Stream,
+        role: Role,
+        name: String,
+        introduction: Introduction,
+    ) -> Result<(), TransportError> {
         let config = &self.shared.config;
         let deadline = Instant::now() + config.handshake;
-        let dialler = Dialler::new(self.shared.keys().own().clone(), config.versions, introduction, random(), deadline);
-        self.handshaking.push(Handshaking::new(stream, role, name, Machine::Dialler(dialler)));
+        let opening = Opening::Dialler { versions: config.versions, introduction };
+        let handshake = Handshaking::new(stream, role, name, opening, self.shared.credentials(), deadline)?;
+        self.handshaking.push(handshake);
+        Ok(())
     }
 
     fn expire(&mut self, now: Instant) {
@@ -388,10 +398,10 @@ impl Driver<'_> {
             }
         }
         let (shared, now) = (self.shared, Instant::now());
-        let sockets: Vec<_> = pending.lanes.into_iter().flatten().map(Arc::new).collect();
-        let are_unix = sockets.iter().all(|socket| socket.is_unix());
+        let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
+        let are_unix = streams.iter().all(Stream::is_unix);
         let path = pending.choice.report(are_unix);
-        let sharing = sharing(&pending.choice, are_unix, &sockets, shared.config.max_posts);
+        let sharing = sharing(&pending.choice, are_unix, &streams, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
             key,
@@ -402,7 +412,7 @@ impl Driver<'_> {
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
             verbs: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
-            sockets: sockets.clone(),
+            sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
         };
         let session = Arc::new(Session::new(setup, now));
         self.open_ucx(&session, pending.choice.by_ucx && !are_unix);
@@ -410,8 +420,8 @@ impl Driver<'_> {
         if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
             target.reached(&peer, key, &self.back_off);
         }
-        let (taken, not) = (path.taken(), path.not_taken());
-        tracing::info!(%peer, session = key.0, lanes = sockets.len(), path = taken, not, "session up");
+        let (tls, taken, not) = (control.is_tls(), path.taken(), path.not_taken());
+        tracing::info!(%peer, session = key.0, lanes = streams.len(), tls, path = taken, not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {
@@ -422,8 +432,8 @@ impl Driver<'_> {
             greeting: pending.identity.greeting.into(),
             path,
         });
-        for (index, socket) in sockets.into_iter().enumerate() {
-            shared.data[self.next_data % shared.data.len()].add(Arc::clone(&session), socket, index == 0);
+        for (index, stream) in streams.into_iter().enumerate() {
+            shared.data[self.next_data % shared.data.len()].add(Arc::clone(&session), stream, index == 0);
             self.next_data += 1;
         }
         self.live.push(Control::new(session, control, now, shared.config.keepalive));
@@ -504,10 +514,10 @@ impl Driver<'_> {
 }
 
 /// What the two read in each other's memory. Without it payload goes over the lanes.
-fn sharing(choice: &Choice, are_unix: bool, sockets: &[Arc<Stream>], max_posts: usize) -> Option<Sharing> {
+fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) -> Option<Sharing> {
     let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
-    let socket = sockets.first().filter(|_| are_unix && (by_descriptor || by_address))?;
-    match Sharing::new(by_descriptor, by_address, socket.as_fd(), max_posts) {
+    let lane = lanes.first().filter(|_| are_unix && (by_descriptor || by_address))?;
+    match Sharing::new(by_descriptor, by_address, lane.as_fd(), max_posts) {
         Ok(sharing) => Some(sharing),
         Err(error) => {
             tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");

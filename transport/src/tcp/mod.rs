@@ -30,3 +30,4 @@ pub(crate) mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};
 pub use endpoint::Tcp;
+pub(crate) use stream::Socket;

@@ -12,7 +12,7 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::{FrameHeader, Refusal};
 
 use super::rate::TokenBucket;
-use super::stream::Stream;
+use super::stream::Socket;
 use super::ucx::UcxLane;
 use super::verbs::Verbs;
 use crate::api::GrantKey;
@@ -42,7 +42,7 @@ pub(crate) struct Session {
     pub(crate) outbox: Outbox,
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
-    sockets: Mutex<Vec<Arc<Stream>>>,
+    sockets: Mutex<Vec<Arc<Socket>>>,
     refused: Mutex<VecDeque<(u128, u32)>>,
     is_over: AtomicBool,
     born: Instant,
@@ -66,7 +66,7 @@ pub(crate) struct SessionSetup {
     pub(crate) link_bytes_per_second: Option<f64>,
     pub(crate) sharing: Option<Sharing>,
     pub(crate) verbs: Option<Arc<Verbs>>,
-    pub(crate) sockets: Vec<Arc<Stream>>,
+    pub(crate) sockets: Vec<Arc<Socket>>,
 }
 
 impl Session {

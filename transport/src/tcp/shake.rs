@@ -73,6 +73,9 @@ impl Driver<'_> {
         if us == them {
             return Err(Declined::Itself);
         }
+        if !self.handshaking[index].stream.names(&them.engine) {
+            return Err(Declined::Unnamed);
+        }
         if self.superseded.contains(them) {
             return Err(Declined::Superseded);
         }
@@ -107,6 +110,9 @@ impl Driver<'_> {
         let pending = self.pending.iter_mut().find(of_session).ok_or(Declined::UnknownSession)?;
         let listener = self.handshaking[index].listener();
         let is_bound = listener.is_some_and(|listener| listener.binds(lane, &pending.secret));
+        if !self.handshaking[index].stream.names(&pending.identity.peer.engine) {
+            return Err(Declined::Unnamed);
+        }
         let is_unfit = !self.handshaking[index].stream.is_unix() && !self.shared.local.allows(PathKind::Tcp);
         if !is_bound || is_unfit || !pending.awaits(lane.lane) {
             return Err(Declined::UnknownSession);
@@ -134,6 +140,9 @@ impl Driver<'_> {
         match (handshake.role, established.verdict) {
             (Role::Control { to: address }, Verdict::Peer(identity)) => {
                 let peer = identity.peer.clone();
+                if !handshake.stream.names(&peer.engine) {
+                    return self.missed(address, None, unnamed(address.to_string(), &peer));
+                }
                 if self.is_needless(&peer) {
                     return self.wait_with(address);
                 }
@@ -166,6 +175,10 @@ impl Driver<'_> {
                     self.missed(address, Some(peer), reason);
                 }
             }
+            (Role::Lane { to, session, .. }, Verdict::Lane) if !self.is_lane_of(session, to, &handshake.stream) => {
+                let problem = "the certificate of a data lane does not name the session's engine".to_owned();
+                self.missed(to, None, TransportError::Authentication { peer: handshake.name, problem });
+            }
             (Role::Lane { to, session, lane }, Verdict::Lane) => self.bind(Some(to), session, lane, handshake.stream),
             (role, _) => {
                 let problem = format!("its verdict does not fit {role:?}");
@@ -175,6 +188,13 @@ impl Driver<'_> {
                 }
             }
         }
+    }
+
+    /// Whether a lane that we dialled ends at the engine that the session is with, as far as its certificate tells.
+    fn is_lane_of(&self, number: u64, to: SocketAddr, stream: &Stream) -> bool {
+        let mut of_session =
+            self.pending.iter().filter(|pending| pending.number == number && pending.dialled == Some(to));
+        of_session.all(|pending| stream.names(&pending.identity.peer.engine))
     }
 
     /// The listener repeats how many lanes we announced.
@@ -209,4 +229,9 @@ impl Driver<'_> {
             self.establish(pending);
         }
     }
+}
+
+fn unnamed(address: String, peer: &PeerId) -> TransportError {
+    let problem = format!("its certificate does not name the engine {}, and `names` asks for that", peer.engine);
+    TransportError::Authentication { peer: address, problem }
 }

@@ -6,6 +6,8 @@
 mod arena;
 mod borders;
 mod cases;
+#[cfg(feature = "tls")]
+pub mod certificates;
 pub mod decoders;
 mod node;
 mod pages;

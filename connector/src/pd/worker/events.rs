@@ -3,12 +3,12 @@
 use bytes::Bytes;
 use kvferry_protocol::message::Message;
 use kvferry_protocol::{PeerId, TransferId, codec};
-use kvferry_transport::{Event, GrantKey, PeerAddress, TransportError};
+use kvferry_transport::{Event, GrantKey, PathReport, PeerAddress, TransportError};
 
 use super::driver::{Driver, Side};
 use super::receiving::Receiving;
 use super::sending::Sending;
-use crate::metrics::{DropReason, RefusalReason};
+use crate::metrics::{DropReason, Labels, Path, RefusalReason};
 use crate::trace::{Kind, Span};
 
 impl Driver {
@@ -16,9 +16,13 @@ impl Driver {
         match event {
             Event::Up { peer, session, address, version, greeting, path } => {
                 tracing::info!(%peer, path = path.taken(), not = path.not_taken(), "payload's way");
-                self.up(peer, (session, version), address, &greeting)
+                self.up(peer, (session, version), address, path, &greeting);
+                self.count_paths();
             }
-            Event::Down { peer, address, reason } => self.down(peer.as_ref(), address, &reason),
+            Event::Down { peer, address, reason } => {
+                self.down(peer.as_ref(), address, &reason);
+                self.count_paths();
+            }
             Event::Message { peer, message } => self.message(peer, &message),
             Event::Posted { post, outcome } => self.post_ended(post, outcome),
             Event::Landed { peer, grant, notification, bytes, .. } => self.landed(&peer, grant, bytes, &notification),
@@ -26,14 +30,35 @@ impl Driver {
         }
     }
 
-    fn up(&mut self, peer: PeerId, (session, version): (u64, u16), address: Option<PeerAddress>, greeting: &Bytes) {
+    /// Sets the gauges of the ways that sessions go.
+    fn count_paths(&self) {
+        let metrics = &self.board.metrics;
+        for &path in Path::ALL {
+            let (mut taken, mut missing) = (0, 0);
+            for report in self.peers.paths() {
+                taken += u64::from(Path::from(report.kind) == path);
+                missing += u64::from(report.not.iter().any(|(kind, _)| Path::from(*kind) == path));
+            }
+            metrics.sessions_by_path.at(path).set(taken);
+            metrics.sessions_without_path.at(path).set(missing);
+        }
+    }
+
+    fn up(
+        &mut self,
+        peer: PeerId,
+        (session, version): (u64, u16),
+        address: Option<PeerAddress>,
+        path: PathReport,
+        greeting: &Bytes,
+    ) {
         let card = match self.card.check(&peer, greeting) {
             Ok(card) => card,
             Err(refusal) => return self.send_away(&peer, address, &refusal.to_string()),
         };
         tracing::info!(%peer, session, version, "peer is up");
         self.bury_predecessors(&peer);
-        self.peers.up(peer.clone(), address, (session, version), &card);
+        self.peers.up(peer.clone(), address, (session, version), path, &card);
         self.board.reached().extend(address);
         for ended in address.map(|address| self.peers.take_farewells(address)).unwrap_or_default() {
             self.send(&peer, &Message::Ended(ended));

@@ -6,7 +6,7 @@ use std::ops::Range;
 use kvferry_protocol::message::Ended;
 use kvferry_protocol::transfer::Time;
 use kvferry_protocol::{EngineId, PeerId, TpRank};
-use kvferry_transport::PeerAddress;
+use kvferry_transport::{PathReport, PeerAddress};
 
 use super::card::WorkerCard;
 
@@ -46,6 +46,7 @@ struct Session {
     /// The protocol version that is spoken in it.
     version: u16,
     address: Option<PeerAddress>,
+    path: PathReport,
     heads: Range<u16>,
     tp_size: u16,
 }
@@ -125,6 +126,7 @@ impl Peers {
         peer: PeerId,
         address: Option<PeerAddress>,
         (number, version): (u64, u16),
+        path: PathReport,
         card: &WorkerCard,
     ) {
         if let Some(address) = address {
@@ -132,7 +134,8 @@ impl Peers {
             self.doubtful.remove(&address);
             self.missed.remove(&address);
         }
-        self.up.insert(peer, Session { number, version, address, heads: card.held_heads(), tp_size: card.tp_size });
+        let (heads, tp_size) = (card.held_heads(), card.tp_size);
+        self.up.insert(peer, Session { number, version, address, path, heads, tp_size });
     }
 
     /// A session ended; returns whether it was accepted before.
@@ -172,6 +175,11 @@ impl Peers {
     /// Which KV heads of the model a peer that is up holds, and of how many ranks it is one.
     pub(super) fn place(&self, peer: &PeerId) -> Option<(Range<u16>, u16)> {
         self.up.get(peer).map(|session| (session.heads.clone(), session.tp_size))
+    }
+
+    /// Which way each session's payload goes.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &PathReport> {
+        self.up.values().map(|session| &session.path)
     }
 
     /// How many are up.
