@@ -1,10 +1,11 @@
 //! Opens the transport that a configuration asks for.
 
+use std::io;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use kvferry_transport::rdma::RdmaConfigFile;
-use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
 
 use crate::config::{ConnectorConfig, TransportKind};
 use crate::error::ConnectorError;
@@ -55,9 +56,19 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
     let tcp =
         TcpConfig::try_from(file).map_err(|error| refuse(error.key, format!("{}: {}", error.found, error.fix)))?;
     let endpoint = Tcp::bind(tcp, credentials, config.peer().clone(), greeting);
-    let what = || format!("cannot listen on {}", network.listen);
+    let what = |source: &TransportError| format!("cannot listen on {}{}", network.listen, mend(source));
     let endpoint: Arc<dyn Transport> =
-        Arc::new(endpoint.map_err(|source| ConnectorError::Transport { what: what(), source })?);
+        Arc::new(endpoint.map_err(|source| ConnectorError::Transport { what: what(&source), source })?);
     keys::watch(&endpoint, network).map_err(|error| refuse("psk_file", format!("no thread to watch it: {error}")))?;
     Ok(endpoint)
+}
+
+/// What to do about an address that cannot be bound.
+fn mend(error: &TransportError) -> &'static str {
+    let TransportError::Io { source, .. } = error else { return "" };
+    match source.kind() {
+        io::ErrorKind::AddrInUse => " (another process has that port: write another in `listen`, or port 0 for any)",
+        io::ErrorKind::AddrNotAvailable => " (this host has no such address: write one of its own in `listen`)",
+        _ => "",
+    }
 }

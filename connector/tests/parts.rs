@@ -321,8 +321,8 @@ fn what_does_not_fit_together_is_refused_with_what_to_set() {
 #[test]
 fn a_wrong_number_of_readers_is_refused_on_both_sides_with_what_to_set() {
     for (from, to, said, want) in [
-        (1, 2, 1, "the decode engine's tp_size as `readers`"),
-        (2, 1, 2, "the decode engine's tp_size as `readers`"),
+        (1, 2, 1, "`\"tp_size\": 2` in vLLM's kv_transfer_params, `readers` in Rust"),
+        (2, 1, 2, "`\"tp_size\": 1` in vLLM's kv_transfer_params, `readers` in Rust"),
         (2, 2, 3, "4 KV heads do not spread evenly over 3 ranks"),
     ] {
         let network = LoopbackNetwork::new();

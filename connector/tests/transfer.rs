@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{Engine, MakeTransport, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
-use kvferry::contract::{EngineFinish, Hold, ScheduledStep, Scheduler, TransferParams, Worker};
+use kvferry::contract::{EngineFinish, Hold, Request, RequestId, ScheduledStep, Scheduler, TransferParams, Worker};
 use kvferry_protocol::message::EngineBytes;
 use kvferry_protocol::{BlockId, LayerId};
 use kvferry_transport::{FaultPlan, LoopbackConfig, LoopbackNetwork, Transport};
@@ -113,6 +113,65 @@ fn another_model_is_refused_by_the_name_of_the_field() {
     let reason = &applied.failed[0].reason;
     assert!(reason.contains("model: ours is \"toy\", theirs is \"other\""), "{reason}");
     assert!(decode.holds_nothing());
+}
+
+/// Nothing but decode's word ends a lease while a test is patient.
+const LONG_LEASE: &str = "lease_ttl_ms = 600000";
+
+/// Prefill computes a prompt and finishes; returns its request.
+fn computed(prefill: &mut Engine, transfer: u128) -> Request {
+    let source = keep(&format!("p{transfer}"), transfer, 20, None);
+    let blocks = prefill.blocks(0, 20);
+    prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
+    prefill.prefill_step(&source, &blocks, 0..20);
+    prefill.finish(&source, &blocks, EngineFinish::Complete);
+    source
+}
+
+#[test]
+fn a_leg_that_decode_refuses_lets_prefill_go_at_once() {
+    for keep_comes_first in [true, false] {
+        let network = LoopbackNetwork::new();
+        let make = loopback(&network, FaultPlan::NONE);
+        let setup = Setup { extra: LONG_LEASE, ..Setup::prefill() };
+        let (mut prefill, mut decode) = engines(&setup, &Setup::decode(), &make);
+        let early = keep_comes_first.then(|| computed(&mut prefill, 1));
+        decode.scheduler.unadmitted(&fetch("refused", 1, 20, prefill.address()));
+        let other = fetch("other", 2, 20, prefill.address());
+        let blocks = decode.blocks(0, 20);
+        start_load(&mut decode, &other, &blocks, 0);
+        // The other's question comes behind the refusal, on the same lane.
+        prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+        let source = early.unwrap_or_else(|| computed(&mut prefill, 1));
+        prefill.idle_until("the release", |applied| applied.released == [source.id.clone()]);
+        let cancelled = prefill.metrics.snapshot().transfers_cancelled_total.total();
+        assert_eq!(cancelled, u64::from(keep_comes_first), "what never began is not counted");
+    }
+}
+
+#[test]
+fn a_load_that_the_worker_refuses_lets_prefill_go_at_once_and_harms_no_other() {
+    let network = LoopbackNetwork::new();
+    let make = loopback(&network, FaultPlan::NONE);
+    let setup = Setup { extra: LONG_LEASE, ..Setup::prefill() };
+    let (mut prefill, mut decode) = engines(&setup, &Setup { extra: "max_transfers = 1", ..Setup::decode() }, &make);
+    let (first, second) = (fetch("d1", 1, 20, prefill.address()), fetch("d2", 2, 20, prefill.address()));
+    let blocks = decode.blocks(0, 20);
+    start_load(&mut decode, &first, &blocks, 0);
+    let source = computed(&mut prefill, 2);
+    let more = decode.blocks(20, 20);
+    start_load(&mut decode, &second, &more, 0);
+    let applied = decode.idle_until("the refusal", |applied| !applied.failed.is_empty());
+    assert!(applied.failed[0].reason.contains("raise max_transfers"), "{}", applied.failed[0].reason);
+    prefill.idle_until("the release", |applied| applied.released == [source.id.clone()]);
+    // A leg that names what another request loads is refused, and the load goes on.
+    decode.scheduler.unadmitted(&Request { id: RequestId::new("again"), ..first.clone() });
+    let source = computed(&mut prefill, 1);
+    decode.idle_until("the load", |applied| {
+        assert!(applied.failed.is_empty(), "{applied:?}");
+        applied.loaded == [first.id.clone()]
+    });
+    prefill.idle_until("the release", |applied| applied.released == [source.id.clone()]);
 }
 
 #[test]

@@ -175,10 +175,30 @@ impl fmt::Display for PathKind {
 /// Which way a session's payload goes, and why no better one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PathReport {
-    /// What was taken.
+    /// What was taken, for memory that has a file which other processes may map ([`Memory::file`]).
     pub kind: PathKind,
+    /// The same for all other memory, such as what an engine allocated itself.
+    pub plain: PathKind,
     /// What would be better, each with the reason against it.
     pub not: Vec<(PathKind, String)>,
+}
+
+impl PathReport {
+    /// What was taken, in words.
+    #[must_use]
+    pub fn taken(&self) -> String {
+        match (self.kind, self.plain) {
+            (kind, plain) if kind == plain => kind.to_string(),
+            (kind, plain) => format!("{kind} for memory files, {plain} for other memory"),
+        }
+    }
+
+    /// What was not taken, and why, in words; `none` if there is nothing better.
+    #[must_use]
+    pub fn not_taken(&self) -> String {
+        let reasons: Vec<String> = self.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
+        if reasons.is_empty() { "none".to_owned() } else { reasons.join("; ") }
+    }
 }
 
 /// Memory to register.

@@ -162,8 +162,7 @@ pub(crate) fn taken(setup: &Setup, report: &PathReport) -> Result<Kind, CliError
         (None, Some(found)) => Ok(found),
         (Some(wanted), Some(found)) if wanted == found => Ok(found),
         (wanted, _) => {
-            let reasons: Vec<String> = report.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
-            let why = format!("the session came up over {} ({})", report.kind, reasons.join("; "));
+            let why = format!("the session came up over {} ({})", report.kind, report.not_taken());
             let transport = wanted.map_or("any", Kind::name);
             Err(CliError::Unavailable { transport, why, fix: FIX.to_owned() })
         }

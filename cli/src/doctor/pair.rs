@@ -109,7 +109,7 @@ fn path(figures: &Figures) -> Row {
         return Row::broken("path", "none", "nothing was measured: see the rows above");
     };
     let reasons: Vec<String> = report.not.iter().map(|(kind, why)| format!("not {kind}: {why}")).collect();
-    let found = report.kind.to_string();
+    let found = report.taken();
     match reasons.is_empty() {
         true => Row::ok("path", format!("{found}, the best there is")),
         false => Row::ok("path", format!("{found}; {}", reasons.join("; "))),

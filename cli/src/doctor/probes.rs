@@ -38,7 +38,7 @@ fn abstract_listener() -> std::io::Result<UnixListener> {
     UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)
 }
 
-/// Whether another process may read this one's memory (UCX's `cma`; kvferry's own paths do not need it).
+/// Whether another process may read this one's memory: kvferry's `cma`, by which memory without a file of its own goes, and UCX's.
 pub(crate) fn other_memory(root: &Root) -> Row {
     const NAME: &str = "other process's memory";
     let scope = match root.number("proc/sys/kernel/yama/ptrace_scope") {
@@ -53,8 +53,8 @@ pub(crate) fn other_memory(root: &Root) -> Row {
     match tried {
         Ok(_) => Row::ok(NAME, format!("readable; {scope}")),
         Err(why) => {
-            let mend = "only UCX's cma needs it; kvferry's shm and uds do not: sysctl -w kernel.yama.ptrace_scope=0, or \
-                        --cap-add SYS_PTRACE for a container";
+            let mend = "memory that an engine allocated itself, as vLLM does, goes by uds instead of cma: sysctl -w \
+                        kernel.yama.ptrace_scope=0, or --cap-add SYS_PTRACE for a container";
             Row::note(NAME, format!("not readable: {why}; {scope}"), mend)
         }
     }

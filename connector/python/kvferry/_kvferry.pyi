@@ -70,7 +70,12 @@ class Scheduler:
 
     def add(self, request_id: str, prompt: Sequence[int], more: str, max_tokens: int, params: dict[str, Any]) -> bool:
         """A request came, with its `kv_transfer_params`; `more` says what beside the tokens decides its KV. Returns whether it has a part in a
-        transfer: not if another request of this engine had that part before. Raises ValueError for params that make no sense here."""
+        transfer: not if another request of this engine had that part before, or another sample of its request has it. Raises ValueError for
+        params that make no sense here; prefill need not keep what they name."""
+
+    def unwanted(self, request_id: str, prompt: Sequence[int], more: str, params: dict[str, Any]) -> bool:
+        """A decode leg will not run here, so prefill need not keep what its params name; the prompt may be made up. Returns whether prefill is
+        told."""
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """How many tokens beyond the block-aligned local hit a peer provides; always asynchronously."""
@@ -166,6 +171,9 @@ class Worker:
 
 def fingerprint(config: str, files: Sequence[str | os.PathLike[str]]) -> str:
     """64 hexadecimal digits that name a model, from its configuration's text and samples of its files of weights."""
+
+def keys_without_leg(said: dict[str, Any]) -> list[str]:
+    """The keys of `kv_transfer_params` that speak of a transfer and say no leg, since that is misspelt or missing; none if all is well."""
 
 def layout_of(cache: CacheFacts) -> tuple[str, int]:
     """The order of the axes of a cache's tensors in memory, and in how many allocations they lie."""

@@ -3,12 +3,13 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
-use kvferry::config::{ConnectorConfig, RawConfig, Role, TransferOrder, TransportKind};
+use kvferry::config::{ConfigError, ConnectorConfig, KEYS, RawConfig, Role, TransferOrder, TransportKind};
 use kvferry_protocol::Incarnation;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use crate::error::BindingError;
+use crate::words::nearest;
 
 /// kvferry's configuration inside an engine.
 ///
@@ -47,7 +48,10 @@ impl Config {
         raw.listen = raw.listen.as_deref().map(|address| own_port("listen", address, offset)).transpose()?;
         raw.advertise = raw.advertise.as_deref().map(|address| own_port("advertise", address, offset)).transpose()?;
         // Whatever the incarnation, what is wrong is wrong: the scheduler's process hears of it, too.
-        let checked = ConnectorConfig::try_from((raw.clone(), Incarnation::new(0))).map_err(BindingError::from)?;
+        let checked = ConnectorConfig::try_from((raw.clone(), Incarnation::new(0))).map_err(placed_here)?;
+        if raw.psk.is_some() && raw.psk_file.is_some() {
+            tracing::warn!("psk_file and KVFERRY_PSK both give a key: that of KVFERRY_PSK is used; unset one of them");
+        }
         refuse_what_cannot_be_here(&checked)?;
         Ok(Self { raw, checked })
     }
@@ -69,6 +73,11 @@ impl Config {
         self.checked.role()
     }
 
+    /// Whether somebody said where peers reach this engine.
+    pub(crate) const fn says_listen(&self) -> bool {
+        self.raw.listen.is_some()
+    }
+
     /// Ranks in the tensor-parallel group.
     pub(crate) fn tp_size(&self) -> u16 {
         self.checked.tp_size().get()
@@ -78,13 +87,14 @@ impl Config {
 /// What stands in the file, the environment and the options.
 fn written(options: &Bound<'_, PyDict>) -> PyResult<RawConfig> {
     let mut raw = match options.get_item("config_file")? {
-        Some(path) => RawConfig::from_file(Path::new(&path.extract::<String>()?)).map_err(BindingError::from)?,
+        Some(path) => RawConfig::from_file(Path::new(&path.extract::<String>()?)).map_err(placed_here)?,
         None => RawConfig::default(),
     };
     raw.overlay_env(std::env::vars_os()).map_err(BindingError::from)?;
     for (key, value) in options.iter() {
         let key: String = key.extract()?;
         if key != "config_file" {
+            refuse_unknown(&key)?;
             raw.set_from(ORIGIN, &key, &text_of(&key, &value)?).map_err(BindingError::from)?;
         }
     }
@@ -106,6 +116,47 @@ fn text_of(key: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
     let fix = "write a string, a number, true or false, or a list of strings".to_owned();
     let found = value.get_type().name()?.to_string();
     Err(BindingError::Option { key: format!("{ORIGIN}: {key}"), found, fix }.into())
+}
+
+/// A key that is none is answered with the one that was meant, or with those that can be set here. Its value is not shown: somebody may
+/// have written a secret there.
+fn refuse_unknown(key: &str) -> Result<(), BindingError> {
+    if key == "psk" || KEYS.iter().any(|known| known.name == key) {
+        return Ok(()); // What is wrong with it, the configuration says.
+    }
+    let fix = meant(key, &["config_file"]);
+    Err(BindingError::Option { key: format!("{ORIGIN}: {key}"), found: "(not shown)".to_owned(), fix })
+}
+
+/// What to write instead of a key that is none; beside kvferry's keys, there are some `more`.
+fn meant(key: &str, more: &[&str]) -> String {
+    let here = || KEYS.iter().map(|key| key.name).filter(|name| !NOT_HERE.contains(name)).chain(more.iter().copied());
+    match nearest(key, here()) {
+        Some(meant) => format!("no such key; write {meant}, or take it out"),
+        None => format!("no such key; the keys are {}", here().collect::<Vec<_>>().join(", ")),
+    }
+}
+
+/// An error of the configuration in the words of those who write it here.
+fn placed_here(error: ConfigError) -> BindingError {
+    match error {
+        // Only the file itself is named by no key of its own.
+        ConfigError::Read { key: "the command line", path, source } => {
+            BindingError::Config(ConfigError::Read { key: "config_file in kv_connector_extra_config", path, source })
+        }
+        ConfigError::Syntax { origin, line, key, problem } if problem.starts_with("unknown field") => {
+            let problem = meant(&key, &[]);
+            BindingError::Config(ConfigError::Syntax { origin, line, key, problem })
+        }
+        ConfigError::Missing { key, fix } => {
+            let variable = key.to_uppercase();
+            let problem = format!(
+                "{key} is missing: {fix}; set it in {ORIGIN} or its config_file, or as KVFERRY_{variable} in the environment"
+            );
+            BindingError::Missing { problem }
+        }
+        other => BindingError::Config(other),
+    }
 }
 
 fn refuse_what_the_engine_says(raw: &RawConfig) -> Result<(), BindingError> {
@@ -178,3 +229,17 @@ fn own_port(key: &str, address: &str, offset: u16) -> Result<String, BindingErro
 }
 
 const ORIGIN: &str = "kv_connector_extra_config";
+/// Keys that the engine's own configuration says, or that can have one value only here.
+const NOT_HERE: [&str; 11] = [
+    "engine_id",
+    "role",
+    "load_failure_policy",
+    "tp_rank",
+    "tp_size",
+    "pp_rank",
+    "layerwise",
+    "transport",
+    "order",
+    "tier_bytes",
+    "write_back_blocks",
+];

@@ -24,6 +24,9 @@ pub(crate) enum BindingError {
     /// A key of the configuration that is not the user's to set here, or not to this value.
     #[error("{key} = {found}: {fix}")]
     Option { key: String, found: String, fix: String },
+    /// A key that must be set.
+    #[error("{problem}")]
+    Missing { problem: String },
     /// The engine's tensors.
     #[error("the KV cache cannot be used in place: {problem}")]
     Memory { problem: String },

@@ -10,7 +10,9 @@ mod facts;
 mod fingerprint;
 mod memory;
 mod params;
+mod samples;
 mod scheduler;
+mod words;
 mod worker;
 
 use pyo3::prelude::*;
@@ -38,6 +40,8 @@ mod _kvferry {
     use super::init_log;
     #[pymodule_export]
     use super::memory::layout_of;
+    #[pymodule_export]
+    use super::params::keys_without_leg;
     #[pymodule_export]
     use super::scheduler::Scheduler;
     #[pymodule_export]

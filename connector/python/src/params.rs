@@ -6,11 +6,11 @@
 //! | `do_remote_prefill` | decode | fetch it |
 //! | `transfer_id` | both | names the hand-over, any text; prefill draws one if there is none. On the wire it is hashed together with the prompt, so a leg with another prompt finds nothing under it |
 //! | `remote_num_tokens` | decode | prefill's prompt; decode's must have as many tokens |
-//! | `remote_prompt` | decode | the digest of prefill's prompt, 32 hexadecimal digits; decode's must be the same |
+//! | `remote_prompt` | decode | the digest of prefill's prompt, 32 hexadecimal digits; decode's must be the same. With it prefill can be told that a leg was refused, whose prompt is not known |
 //! | `remote_addresses` | decode | where prefill's workers listen, by tensor-parallel rank: `["10.0.0.7:7400"]` |
 //! | `remote_host`, `remote_port` | decode | the same, for workers on consecutive ports |
 //! | `remote_engine_id` | decode | prefill's engine; nobody else may answer, and a session that it dialled is used |
-//! | `tp_size` | both | ranks of the other side, 1 to 1024; prefill takes its own number if there is none |
+//! | `tp_size` | both | ranks of the other side, 1 to 1024; prefill takes its own number if there is none. Prefill's answer names prefill's |
 //!
 //! Null is as good as absent, and other keys are left alone: routers send those of other connectors, too.
 
@@ -24,6 +24,7 @@ use pyo3::types::{PyDict, PyList};
 use sha2::{Digest, Sha256};
 
 use crate::error::BindingError;
+use crate::words::distance;
 
 /// A request's part in a transfer: what the router calls it, and whether this side drew that name.
 #[derive(Debug)]
@@ -34,10 +35,10 @@ pub(crate) struct Parsed {
 }
 
 /// What a prompt is: its tokens, and whatever else decides its KV.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Prompt {
     pub(crate) tokens: u32,
-    hash: [u8; 32],
+    digest: [u8; 16],
 }
 
 impl Prompt {
@@ -48,26 +49,33 @@ impl Prompt {
         tokens.iter().for_each(|token| hasher.update(token.to_le_bytes()));
         hasher.update(more.as_bytes());
         // Prompts are far shorter than 2^32 tokens.
-        Self { tokens: tokens.len() as u32, hash: hasher.finalize().into() }
+        Self { tokens: tokens.len() as u32, digest: half(hasher) }
     }
 
     /// What prefill tells of its prompt, so that decode finds at once that it has another one.
     fn digest(&self) -> String {
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&self.hash[..16]);
-        format!("{:032x}", u128::from_be_bytes(bytes))
+        format!("{:032x}", u128::from_be_bytes(self.digest))
     }
 
     /// The id of a hand-over of this prompt: both sides make the same of the same name and the same prompt, and of nothing else.
     pub(crate) fn transfer(&self, name: &str) -> TransferId {
-        let mut hasher = Sha256::new();
-        hasher.update(self.hash);
-        hasher.update(name.as_bytes());
-        let hash: [u8; 32] = hasher.finalize().into();
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&hash[..16]);
-        TransferId::new(u128::from_le_bytes(bytes))
+        transfer_of(self.digest, name)
     }
+}
+
+fn transfer_of(prompt: [u8; 16], name: &str) -> TransferId {
+    let mut hasher = Sha256::new();
+    hasher.update(prompt);
+    hasher.update(name.as_bytes());
+    TransferId::new(u128::from_le_bytes(half(hasher)))
+}
+
+/// The first 128 bits of a hash: enough that no two prompts have the same.
+fn half(hasher: Sha256) -> [u8; 16] {
+    let hash: [u8; 32] = hasher.finalize().into();
+    let mut bytes = [0; 16];
+    bytes.copy_from_slice(&hash[..16]);
+    bytes
 }
 
 /// Reads them; `None` for a request that stays here.
@@ -86,6 +94,41 @@ pub(crate) fn parse(
         (_, Some(true)) => Ok(Some(said.keep(own_tp_size)?)),
         _ => Ok(None),
     }
+}
+
+/// The transfer that a refused decode leg names, and where it was to come from; `None` if the params do not say that much. `prompt` is the
+/// leg's own, which may be another than prefill's or made up: prefill's is believed, if the params tell it.
+pub(crate) fn unwanted(request: &str, said: &Bound<'_, PyDict>, prompt: &Prompt) -> Option<TransferParams> {
+    let said = Said { request, said, prompt };
+    if said.get::<bool>("do_remote_prefill").ok()? != Some(true) {
+        return None;
+    }
+    let name = said.get::<String>("transfer_id").ok()??;
+    let transfer = match said.get::<String>("remote_prompt").ok()? {
+        Some(digits) => transfer_of(u128::from_str_radix(&digits, 16).ok()?.to_be_bytes(), &name),
+        None => prompt.transfer(&name),
+    };
+    let from = said.addresses().ok()?.into_iter().map(PeerAddress::Tcp).collect();
+    let engine = said.engine().ok()?;
+    Some(TransferParams::Fetch { transfer, from, engine, ask: Vec::new() })
+}
+
+/// The keys of `kv_transfer_params` that speak of a transfer and say no leg, since that is misspelt or missing; none if all is well.
+#[pyfunction]
+pub(crate) fn keys_without_leg(said: &Bound<'_, PyDict>) -> Vec<String> {
+    let is_said = |key: &&str| said.get_item(key).ok().flatten().is_some_and(|value| !value.is_none());
+    if LEGS.iter().any(is_said) {
+        return Vec::new(); // A leg that is false is one of another request's.
+    }
+    if !OURS.iter().any(is_said) && !said.keys().iter().any(|key| is_like_a_leg(&key)) {
+        return Vec::new(); // Another connector's, or none.
+    }
+    said.keys().iter().map(|key| key.to_string()).collect()
+}
+
+fn is_like_a_leg(key: &Bound<'_, PyAny>) -> bool {
+    let key = key.to_string();
+    LEGS.iter().any(|leg| distance(leg, &key) <= 3)
 }
 
 /// What prefill's engine answers, which the router passes to decode.
@@ -134,7 +177,12 @@ impl<'py> Said<'_, 'py> {
         let Some(value) = value.filter(|value| !value.is_none()) else { return Ok(None) };
         match value.extract() {
             Ok(value) => Ok(Some(value)),
-            Err(_) => Err(self.refuse(format!("{key} has another type, or is out of range"))),
+            Err(_) => {
+                let wanted = WANTED.iter().find(|(of, _)| *of == key).map_or("another type", |(_, wanted)| wanted);
+                let found =
+                    value.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string());
+                Err(self.refuse(format!("{key} must be {wanted}; found {found}")))
+            }
         }
     }
 
@@ -156,9 +204,9 @@ impl<'py> Said<'_, 'py> {
                            other images; send both legs one prompt";
             return Err(self.refuse(problem.to_owned()));
         }
+        self.ranks()?;
         let from = self.addresses()?.into_iter().map(PeerAddress::Tcp).collect();
-        let engine = self.get::<String>("remote_engine_id")?.map(|name| EngineId::new(&name));
-        let engine = engine.transpose().map_err(|error| self.refuse(format!("remote_engine_id: {error}")))?;
+        let engine = self.engine()?;
         let params = TransferParams::Fetch { transfer: self.prompt.transfer(&name), from, engine, ask: Vec::new() };
         Ok(Parsed { params, name, is_drawn: false })
     }
@@ -172,6 +220,11 @@ impl<'py> Said<'_, 'py> {
         Ok(Parsed { params, name, is_drawn })
     }
 
+    fn engine(&self) -> Result<Option<EngineId>, BindingError> {
+        let engine = self.get::<String>("remote_engine_id")?.map(|name| EngineId::new(&name));
+        engine.transpose().map_err(|error| self.refuse(format!("remote_engine_id: {error}")))
+    }
+
     /// The other side's tensor-parallel size, if it was said.
     fn ranks(&self) -> Result<Option<u16>, BindingError> {
         let ranks = self.get::<u16>("tp_size")?;
@@ -182,7 +235,6 @@ impl<'py> Said<'_, 'py> {
     }
 
     fn addresses(&self) -> Result<Vec<SocketAddr>, BindingError> {
-        let ranks = self.ranks()?;
         if let Some(listed) = self.get::<Vec<String>>("remote_addresses")? {
             let parse = |text: &String| {
                 text.parse().map_err(|_| {
@@ -201,7 +253,7 @@ impl<'py> Said<'_, 'py> {
         let host: IpAddr = host
             .parse()
             .map_err(|_| self.refuse(format!("remote_host: {host:?} is no IP address; names are not looked up")))?;
-        let ranks = ranks.unwrap_or(1);
+        let ranks = self.ranks()?.unwrap_or(1);
         let ports = (0..ranks).map(|rank| port.checked_add(rank));
         let ports: Option<Vec<u16>> = ports.collect();
         let ports = ports.ok_or_else(|| self.refuse(format!("remote_port: {ranks} ranks do not fit above {port}")))?;
@@ -214,3 +266,19 @@ impl<'py> Said<'_, 'py> {
 }
 
 const MAX_RANKS: usize = 1024;
+const LEGS: [&str; 2] = ["do_remote_prefill", "do_remote_decode"];
+/// Keys that only this connector has, or that say where a prompt's KV is.
+const OURS: [&str; 4] = ["transfer_id", "remote_addresses", "remote_prompt", "remote_num_tokens"];
+/// What each key must be.
+const WANTED: [(&str, &str); 10] = [
+    ("do_remote_prefill", "true or false"),
+    ("do_remote_decode", "true or false"),
+    ("transfer_id", "a text"),
+    ("remote_num_tokens", "a whole number"),
+    ("remote_prompt", "a text of 32 hexadecimal digits"),
+    ("remote_addresses", "a list of texts, one for each rank, such as [\"10.0.0.7:7400\"]"),
+    ("remote_host", "a text, an IP address"),
+    ("remote_port", "a whole number, 1 to 65535"),
+    ("remote_engine_id", "a text"),
+    ("tp_size", "a whole number, 1 to 1024"),
+];

@@ -16,12 +16,14 @@ use kvferry::contract::{
 };
 use kvferry::pd::{PdScheduler, SchedulerOptions};
 use kvferry_protocol::{BlockId, TransferId};
+use kvferry_transport::PeerAddress;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::config::Config;
 use crate::error::{self, BindingError};
 use crate::params::{self, Parsed, Prompt};
+use crate::samples::Samples;
 
 /// The half of the connector that stands beside the engine's scheduler. Bookkeeping only: nothing here waits or talks to a peer.
 #[pyclass(frozen, module = "kvferry._kvferry")]
@@ -47,6 +49,8 @@ struct State {
     released: Vec<RequestId>,
     /// The last transfers that a request of this engine had a part in.
     taken: VecDeque<TransferId>,
+    /// Samples of one request: the first hands the prompt over for all.
+    samples: Samples,
 }
 
 #[derive(Debug)]
@@ -72,13 +76,13 @@ impl Scheduler {
         let options = SchedulerOptions { tokens_per_block: per_block, reporters: config.tp_size(), layerwise: false };
         let half = PdScheduler::new(options);
         let half = if whole_blocks { half.with_whole_blocks() } else { half };
-        let (addresses, requests, held, released, taken) = Default::default();
+        let (addresses, requests, held, released, taken, samples) = Default::default();
         Ok(Self {
             engine_id: config.engine_id().to_owned(),
             role: config.role(),
             tp_size: config.tp_size(),
             tokens_per_block,
-            state: Mutex::new(State { half, addresses, requests, held, released, taken }),
+            state: Mutex::new(State { half, addresses, requests, held, released, taken, samples }),
         })
     }
 
@@ -91,9 +95,10 @@ impl Scheduler {
 
     /// A request came: `params` are its `kv_transfer_params`, `more` what beside the tokens decides its KV, in one canonical text, and
     /// `max_tokens` how many tokens it may generate. Returns whether it has a part in a transfer: not if another request of this engine had that
-    /// part before, since a prompt is handed over once.
+    /// part before, or another sample of the same request has it, since a prompt is handed over once.
     ///
-    /// Raises ValueError for params that make no sense here; the request is then computed without a transfer.
+    /// Raises ValueError for params that make no sense here; the request is then computed without a transfer, and prefill need not keep what
+    /// they name.
     fn add(
         &self,
         py: Python<'_>,
@@ -104,19 +109,46 @@ impl Scheduler {
         params: &Bound<'_, PyDict>,
     ) -> PyResult<bool> {
         let prompt = py.detach(|| Prompt::new(&prompt, more));
-        let parsed = params::parse(request_id, params, &prompt, self.tp_size)?;
+        let parsed = params::parse(request_id, params, &prompt, self.tp_size).and_then(|parsed| {
+            let said =
+                parsed.iter().try_for_each(|said| self.refuse_what_cannot_be(request_id, &said.params, max_tokens));
+            said.map(|()| parsed)
+        });
+        let parsed = match parsed {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                self.let_go(request_id, &prompt, params);
+                return Err(error.into());
+            }
+        };
         let Some(Parsed { params, name, is_drawn }) = parsed else { return Ok(false) };
-        self.refuse_what_cannot_be(request_id, &params, max_tokens)?;
         let mut state = self.lock();
+        let id = RequestId::new(request_id);
+        if matches!(params, TransferParams::Keep { .. }) && !state.samples.is_first(&id, &prompt, &name) {
+            return Ok(false);
+        }
         let (TransferParams::Fetch { transfer, .. } | TransferParams::Keep { transfer, .. }) = &params;
         if !state.take(*transfer) {
             return Ok(false);
         }
-        let id = RequestId::new(request_id);
         let request =
             Request { id: id.clone(), prompt_tokens: prompt.tokens, params: Some(params), hashes: Arc::default() };
         state.requests.insert(id, Known { request, prompt, name, is_drawn, is_admitted: false });
         Ok(true)
+    }
+
+    /// A decode leg will not run here: prefill need not keep what its params name. The arguments are those of `add`; the prompt may be made up,
+    /// since prefill's is believed if the params tell it. Returns whether prefill is told.
+    fn unwanted(
+        &self,
+        py: Python<'_>,
+        request_id: &str,
+        prompt: Vec<u32>,
+        more: &str,
+        params: &Bound<'_, PyDict>,
+    ) -> bool {
+        let prompt = py.detach(|| Prompt::new(&prompt, more));
+        self.let_go(request_id, &prompt, params)
     }
 
     /// How many tokens beyond the block-aligned local hit a peer provides; always asynchronously.
@@ -182,7 +214,14 @@ impl Scheduler {
     ) -> PyResult<(bool, Option<Bound<'py, PyDict>>)> {
         let mut state = self.lock();
         let id = RequestId::new(request_id);
-        let Some(known) = state.requests.remove(&id) else { return Ok((false, None)) };
+        let Some(known) = state.requests.remove(&id) else {
+            // Whichever sample ends last tells the router, so each says what the first does.
+            let other = state.samples.ended(&id).filter(|_| is_complete);
+            let answer = |(name, prompt): (String, Prompt)| {
+                params::answer(py, &self.engine_id, &name, &state.addresses, &prompt)
+            };
+            return Ok((false, other.map(answer).transpose()?));
+        };
         if !known.is_admitted {
             state.half.unadmitted(&known.request);
             return Ok((false, None));
@@ -256,8 +295,37 @@ impl Scheduler {
         }
     }
 
+    /// Has prefill told that nobody takes what a leg's params name, unless a request of this engine still loads it.
+    fn let_go(&self, request: &str, prompt: &Prompt, said: &Bound<'_, PyDict>) -> bool {
+        let Some(params) = params::unwanted(request, said, prompt) else { return false };
+        let TransferParams::Fetch { transfer, from, .. } = &params else { return false };
+        let mut state = self.lock();
+        let is_own = |address: &PeerAddress| matches!(address, PeerAddress::Tcp(at) if state.addresses.contains(at));
+        if from.iter().any(is_own) || state.requests.values().any(|known| known.is_of(*transfer)) {
+            return false;
+        }
+        // Who comes for it later finds nothing at prefill: it is computed.
+        state.take(*transfer);
+        // An id of its own: the engine may go on with the request.
+        let id = RequestId::new(&format!("refused leg of {request}"));
+        let refused = Request { id, prompt_tokens: prompt.tokens, params: Some(params), hashes: Arc::default() };
+        state.half.unadmitted(&refused);
+        true
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Known {
+    fn is_of(&self, transfer: TransferId) -> bool {
+        let (Some(TransferParams::Fetch { transfer: own, .. }) | Some(TransferParams::Keep { transfer: own, .. })) =
+            &self.request.params
+        else {
+            return false;
+        };
+        *own == transfer
     }
 }
 
@@ -285,6 +353,7 @@ impl State {
             if let Some(TransferParams::Keep { transfer, .. }) = &mut known.request.params {
                 known.name = params::draw()?;
                 *transfer = known.prompt.transfer(&known.name);
+                self.samples.renamed(id, &known.name);
             }
         }
         self.half.preempted(&ids);

@@ -287,6 +287,7 @@ struct Started {
 }
 
 fn start(config: &Config, incarnation: u64, cache: &CacheFacts, model: &ModelFacts) -> Result<Started, BindingError> {
+    let says_listen = config.says_listen();
     let config = config.of_start(incarnation)?;
     let described = describe(cache)?;
     let order = described.layout.order().to_string();
@@ -311,6 +312,13 @@ fn start(config: &Config, incarnation: u64, cache: &CacheFacts, model: &ModelFac
             return Err(BindingError::Connector(kvferry::ConnectorError::Config { key: "transport", problem }));
         }
     };
+    if !says_listen {
+        tracing::warn!(
+            %address,
+            "no `listen` in kv_connector_extra_config, so that engines of other hosts cannot reach this one: write one of its IPs, \
+             as in \"listen\": \"10.0.0.7:7400\""
+        );
+    }
     Ok(Started { worker, metrics, address, order })
 }
 

@@ -108,6 +108,48 @@ def test_a_request_that_ends_before_it_is_admitted_lets_the_other_side_go(engine
     assert prefill.released == ["a"]
 
 
+def test_a_leg_that_the_engine_rejected_lets_prefill_go_at_once(engines):
+    prefill, decode = engines("p", "prefill", options={"lease_ttl_ms": 600_000}), engines("d", "decode")
+    params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    assert decode.scheduler.unwanted("b", [0], "", params)
+    wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
+    wait_for("the count", lambda: prefill.worker.counters()["sent_cancelled"] == 1, prefill)
+    assert decode.received == []
+    # Who comes with the prompt after all finds nothing there, and is computed.
+    assert not decode.scheduler.add("c", list(range(64)), "", 8, params)
+    assert not decode.scheduler.unwanted("d", [0], "", {"do_remote_prefill": True}), "nobody is named"
+    wait_for("rest", lambda: not decode.scheduler.has_pending(), decode)
+
+
+def test_a_rejection_while_its_transfer_goes_on_is_no_end_of_it(engines):
+    prefill, decode = engines("p", "prefill", options=SLOW), engines("d", "decode")
+    params = prefill.prefill("a", 640, MANY, seed=1, params={"do_remote_decode": True})
+    decode.load("b", 640, MANY, params)
+    assert not decode.scheduler.unwanted("c", [0], "", params)
+    wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
+    assert not decode.failed
+    assert_carried(prefill, decode, MANY, MANY)
+
+
+def test_samples_of_one_request_hand_its_prompt_over_once(engines):
+    prefill, decode = engines("p", "prefill"), engines("d", "decode")
+    keep = {"do_remote_decode": True}
+    prefill.add("0_a", 64, 1, keep)
+    assert not prefill.scheduler.add("1_a", list(range(64)), "", 1, keep)
+    assert prefill.scheduler.add("0_b", list(range(64)), "", 1, keep), "another request"
+    assert prefill.scheduler.finished("0_b", [], False) == (False, None)
+    prefill.scheduler.allocated("0_a", [2, 3], 0)
+    prefill.step([("0_a", 0, 64, [2, 3])], preempted=["0_a"])
+    prefill.scheduler.allocated("0_a", [2, 3], 0)
+    prefill.step([("0_a", 0, 64, [2, 3])], forward=lambda: prefill.memory.fill([2, 3], 1))
+    _, told = prefill.scheduler.finished("0_a", [2, 3], True)
+    assert told is not None
+    assert prefill.scheduler.finished("1_a", [4, 5], True) == (False, told), "the name that it has now"
+    decode.load("d", 64, [6, 7], told)
+    wait_for("the load", lambda: decode.received == ["d"], decode, prefill)
+    assert_carried(prefill, decode, [2, 3], [6, 7])
+
+
 def test_an_abort_of_decode_is_reported_once_and_frees_both_sides(engines):
     prefill, decode = engines("p", "prefill", options=SLOW), engines("d", "decode")
     params = prefill.prefill("a", 640, MANY, seed=1, params={"do_remote_decode": True})

@@ -30,7 +30,10 @@ def config(options, **changes):
         ({"lanes": 65}, ["kv_connector_extra_config: lanes = 65", "1 to 64"]),
         ({"listen": "127.0.0.1:65535"}, ["listen", "lower port"]),
         ({"psk": "sixteen bytes at least"}, ["psk_file", "KVFERRY_PSK"]),
-        ({"config_file": "/nowhere.toml"}, ["/nowhere.toml"]),
+        ({"config_file": "/nowhere.toml"}, ["config_file in kv_connector_extra_config names /nowhere.toml", "No such file"]),
+        ({"listne": "10.0.0.7:7400"}, ["listne", "no such key; write listen"]),
+        ({"configfile": "x"}, ["no such key; write config_file"]),
+        ({"colour": "sixteen"}, ["no such key; the keys are listen, advertise,", "slab_pool_bytes, config_file"]),
     ],
 )
 def test_what_cannot_be_configured_is_refused_with_what_to_write(psk, options, words):
@@ -41,16 +44,37 @@ def test_what_cannot_be_configured_is_refused_with_what_to_write(psk, options, w
 
 
 def test_a_key_is_needed_and_may_come_from_anywhere(psk, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="psk_file is missing"):
+    with pytest.raises(ValueError, match="psk_file is missing: .* set it in kv_connector_extra_config or its config_file"):
         config({})
     file = tmp_path / "kvferry.toml"
     file.write_text(f"psk_file = '{psk}'\nlease_ttl_ms = 1000\n")
     config({"config_file": str(file)})
+    file.write_text("lease_ttl = 1000\n")
+    with pytest.raises(ValueError, match="line 1, key \"lease_ttl\": no such key; write lease_ttl_ms"):
+        config({"config_file": str(file), "psk_file": str(psk)})
     file.write_text("role = 'decode'\n")
     with pytest.raises(ValueError, match="kv_role"):
         config({"config_file": str(file), "psk_file": str(psk)})
     monkeypatch.setenv("KVFERRY_PSK", "a key of the environment")
     config({"lanes": 3, "link_gbps": 0.5, "peers": ["127.0.0.1:1"], "listen": "127.0.0.1:0"})
+
+
+def test_of_two_keys_the_log_says_which_is_used(psk, monkeypatch, capfd):
+    kvferry.init_log("info")
+    config({"psk_file": str(psk)})
+    assert "psk_file" not in capfd.readouterr().err
+    monkeypatch.setenv("KVFERRY_PSK", "a key of the environment")
+    config({"psk_file": str(psk)})
+    assert "psk_file and KVFERRY_PSK both give a key: that of KVFERRY_PSK is used" in capfd.readouterr().err
+
+
+def test_an_engine_that_is_not_told_where_to_listen_says_who_cannot_reach_it(engines, capfd):
+    kvferry.init_log("info")
+    first = engines("a", "prefill")
+    assert "engines of other hosts cannot reach this one" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="another process has that port: write another in `listen`, or port 0"):
+        engines("b", "prefill", options={"listen": first.worker.address})
+    assert "other hosts" not in capfd.readouterr().err
 
 
 FETCH = {"do_remote_prefill": True, "transfer_id": "1" * 32, "remote_addresses": ["127.0.0.1:7400"]}
@@ -61,18 +85,15 @@ FETCH = {"do_remote_prefill": True, "transfer_id": "1" * 32, "remote_addresses":
     [
         ("both", {"do_remote_prefill": True, "do_remote_decode": True}, "both true"),
         ("both", {"do_remote_prefill": True}, "transfer_id is missing"),
-        ("both", {"do_remote_prefill": 1}, "do_remote_prefill has another type"),
+        ("both", {"do_remote_prefill": 1}, "do_remote_prefill must be true or false; found int"),
+        ("both", {**FETCH, "remote_addresses": "127.0.0.1:7400"}, "must be a list of texts, one for each rank, such as ["),
         ("both", {**FETCH, "remote_addresses": []}, "0 of them"),
         ("both", {**FETCH, "remote_addresses": None}, "neither remote_addresses nor remote_host"),
         ("both", {**FETCH, "remote_addresses": ["host:1"]}, "names are not looked up"),
         ("both", {**FETCH, "remote_addresses": None, "remote_host": "host", "remote_port": 1}, "no IP address"),
         ("both", {**FETCH, "remote_addresses": None, "remote_host": "127.0.0.1", "remote_port": 70000}, "remote_port"),
-        ("both", {**FETCH, "tp_size": 0}, "1 to 1024"),
         ("both", {"do_remote_decode": True, "tp_size": 0}, "1 to 1024"),
         ("both", {"do_remote_decode": True, "tp_size": 65534}, "1 to 1024"),
-        ("both", {**FETCH, "remote_num_tokens": 51}, "prefill's prompt has 51 tokens, this one 40"),
-        ("both", {**FETCH, "remote_prompt": "00" * 16}, "prefill computed another prompt"),
-        ("prefill", FETCH, "kv_consumer or kv_both"),
         ("decode", {"do_remote_decode": True}, "kv_producer or kv_both"),
         ("both", {"do_remote_decode": True}, "max_tokens = 1"),
     ],
@@ -87,6 +108,47 @@ def test_params_that_make_no_sense_are_refused_and_the_request_stays_here(psk, r
     assert scheduler.build_step([], []) == (None, False, [])
     assert scheduler.finished("r", [1, 2, 3], True) == (False, None)
     assert not scheduler.has_pending()
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "words"),
+    [
+        ("both", {**FETCH, "tp_size": 0}, "1 to 1024"),
+        ("both", {**FETCH, "tp_size": "2"}, "tp_size must be a whole number, 1 to 1024; found str"),
+        ("both", {**FETCH, "remote_num_tokens": 51}, "prefill's prompt has 51 tokens, this one 40"),
+        ("both", {**FETCH, "remote_prompt": "00" * 16}, "prefill computed another prompt"),
+        ("prefill", FETCH, "kv_consumer or kv_both"),
+    ],
+)
+def test_where_the_params_of_a_refused_leg_say_who_waits_for_it_that_one_is_told_once(psk, role, params, words):
+    scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}, role=role), tokens_per_block=16, whole_blocks=True)
+    with pytest.raises(ValueError, match="request r") as refused:
+        scheduler.add("r", list(range(40)), "", 2, params)
+    assert words in str(refused.value)
+    assert scheduler.matched_tokens("r", 0) == 0
+    assert scheduler.has_pending()
+    assert scheduler.build_step([], [])[0] is not None
+    assert scheduler.build_step([], [])[0] is None
+    assert scheduler.finished("r", [1, 2, 3], True) == (False, None)
+    # Not where it would be this engine itself.
+    scheduler.set_addresses(FETCH["remote_addresses"])
+    assert not scheduler.unwanted("s", [0], "", FETCH)
+
+
+@pytest.mark.parametrize(
+    ("params", "keys"),
+    [
+        ({"do_remote_prefil": True, "transfer_id": "x"}, ["do_remote_prefil", "transfer_id"]),
+        ({"do_remote_decod": True}, ["do_remote_decod"]),
+        ({"do_remote_prefill": None, "transfer_id": "x"}, ["do_remote_prefill", "transfer_id"]),
+        ({"do_remote_prefill": False, "transfer_id": "x"}, []),
+        ({"do_remote_decode": True}, []),
+        ({"another connector's": 1}, []),
+        ({}, []),
+    ],
+)
+def test_params_that_speak_of_a_transfer_and_name_no_leg_are_found(params, keys):
+    assert kvferry.keys_without_leg(params) == keys
 
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False, "do_remote_decode": None}, {"transfer_id": "x"}])

@@ -96,7 +96,7 @@ pub struct Load {
     pub ask: Vec<u8>,
     /// The request's blocks from the one that holds `tokens.start`.
     pub blocks: Vec<BlockId>,
-    /// Positions to load; `start` is block-aligned.
+    /// Positions to load; `start` is block-aligned. If there are none, the peer only hears that it may let go.
     pub tokens: Range<u32>,
     /// Whether the request may run as soon as its first layer is in.
     pub layerwise: bool,
@@ -182,6 +182,15 @@ pub struct Applied {
 pub struct BadStep {
     /// The version found.
     pub found: u16,
+}
+
+impl Load {
+    /// Whether the request ended, or was refused, before it had blocks: nobody wants the peer's any more. A request that has all of
+    /// them itself ends at its prompt's end, which is not 0.
+    #[must_use]
+    pub const fn is_unwanted(&self) -> bool {
+        self.tokens.end == 0
+    }
 }
 
 impl StepMeta {

@@ -161,6 +161,11 @@ impl Caches {
         copy::digest_side(plan, layout::Side::Source, &self.table()).map_err(|error| error.to_string())
     }
 
+    /// Whether other processes may map its memory.
+    pub(crate) fn is_mappable(&self) -> bool {
+        self.cache.files().iter().all(Option::is_some)
+    }
+
     /// How many regions it has.
     pub(crate) fn regions(&self) -> u32 {
         self.cache.regions().len() as u32

@@ -200,6 +200,10 @@ class Served:
     async def on_abort(self, request: str) -> None:
         await self.engine.abort(request)
 
+    async def on_reject(self, request: str, kv: dict[str, Any]) -> None:
+        """What vLLM's server does with a decode leg that ends without an answer."""
+        await self.engine.notify_kv_transfer_request_rejected(request, kv)
+
     async def on_metrics(self) -> dict[str, float]:
         return _metrics()
 

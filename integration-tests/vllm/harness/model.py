@@ -42,7 +42,7 @@ def make(shape: Shape) -> Path:
     folder = cache() / "models" / f"{shape.name}-{identity}"
     if (folder / "config.json").exists():
         return folder
-    _write(shape, folder)
+    write(shape, folder)
     return folder
 
 
@@ -51,7 +51,8 @@ def cache() -> Path:
     return Path(os.environ.get("KVFERRY_CACHE") or Path.home() / ".cache" / "kvferry")
 
 
-def _write(shape: Shape, folder: Path) -> None:
+def write(shape: Shape, folder: Path) -> None:
+    """Writes the checkpoint into a folder."""
     import torch
     from safetensors.torch import save_file
 

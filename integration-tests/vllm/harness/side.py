@@ -53,7 +53,8 @@ LAYOUT = KVCacheLayout.LBHNC
 
 
 class Side:
-    """One engine. `scheduler`, `workers` and `caches` are what a real engine has; one worker and one dict of tensors a rank."""
+    """One engine. `scheduler`, `workers` and `caches` are what a real engine has; one worker and one dict of tensors a rank. `counted` is what
+    the connector's counters grew by, as vLLM's metrics hear it."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Side:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.requests: dict[str, Request] = {}
         self.reported: list[KVConnectorOutput] = []
+        self.counted: dict[str, float] = {}
         with set_current_vllm_config(self.config):
             self._build(tp, blocks)
 
@@ -194,6 +196,9 @@ class Side:
         for produced in self.scheduler.update_from_output(scheduled, output).values():
             for one in produced.outputs:
                 self.outputs[one.request_id].append(one)
+            counted = produced.scheduler_stats and produced.scheduler_stats.kv_connector_stats
+            for name, count in (counted or {}).items():
+                self.counted[name] = self.counted.get(name, 0) + count
 
     def run_worker(self, rank: int, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """What vLLM's CPU model runner does around a forward, with its own mixin."""

@@ -13,8 +13,6 @@ BLOCK = 32
 AROUND_BLOCKS = [1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257]
 LONG = [500, 1000, 1537]
 ANSWER = 16
-NAMES = {"shm": "SharedMemory", "cma": "ProcessMemory", "uds": "UnixSocket"}
-"""Ways that payload goes, as they are configured and as the log names those that are not taken."""
 ORDERS = {"prefill first": 10_000, "decode first": 20_000}
 
 
@@ -56,9 +54,17 @@ def lent_and_sent(prefill: EngineProcess) -> tuple[float, float]:
     return lent, prefill.connector_metric("kvferry_transfer_bytes_total", 'side="send"')
 
 
+def way_told(engine: EngineProcess) -> str:
+    """What the log says of the way of an engine's only session."""
+    [told] = [line for line in engine.log_tail(2000).splitlines() if "payload's way" in line]
+    return told
+
+
 def test_on_one_host_decode_reads_the_blocks_out_of_prefills_own_tensors(ferry: Pair, reference: EngineProcess) -> None:
     # The first one waits until decode has seen that it can read prefill's memory.
     check_hand_over(ferry, reference, 290, "prefill first")
+    # vLLM's tensors have no file that another process could map.
+    assert 'path="shm for memory files, cma for other memory" not="none"' in way_told(ferry.decode)
     if "cannot be read" in (log := ferry.decode.log_tail(2000)):
         pytest.skip(next(line for line in log.splitlines() if "cannot be read" in line))
     ferry.wait_free()
@@ -79,10 +85,9 @@ def test_bytes_and_tokens_are_the_same_by_each_way_and_the_log_says_why_not_a_be
             check_hand_over(both, reference, length, "prefill first")
             check_hand_over(both, reference, length + 1, "decode first")
         both.wait_free()
-        [told] = [line for line in both.decode.log_tail(2000).splitlines() if "payload's way" in line]
-        assert f"path={way}" in told
-        reason = told.split(NAMES[better])[1]
-        assert reason.startswith(", \"this side's configuration does not allow it\"")
+        told = way_told(both.decode)
+        assert f'path="{way}"' in told
+        assert f"{better}: this side's configuration does not allow it" in told.split("not=")[1]
         lent, sent = lent_and_sent(both.prefill)
         if way == "cma" and "cannot be read" not in both.decode.log_tail(2000):
             assert 0 < lent <= sent

@@ -11,10 +11,10 @@ from harness.pair import computed, differing, landed, pair
 from harness.process import EngineProcess
 
 
-def test_hand_overs_and_an_abort_between_engines_of_three_processes_each(
+def test_hand_overs_an_abort_and_a_rejection_between_engines_of_three_processes_each(
     folder: Path, tiny: Path, reference: EngineProcess
 ) -> None:
-    with pair(folder, tiny, KvFerry(), served=True) as both:
+    with pair(folder, tiny, KvFerry(prefill_config={"lease_ttl_ms": 600_000}), served=True) as both:
         for length in (31, 32, 33, 64, 200):
             tokens = prompt(length, seed=length)
             for order, hand_over in (("first", both.hand_over), ("at-once", both.hand_over_at_once)):
@@ -31,6 +31,12 @@ def test_hand_overs_and_an_abort_between_engines_of_three_processes_each(
         both.decode.wait(lambda: decoding.first_at is not None, "the first token")
         decoding.abort()
 
+        # A leg that decode's server rejected: nothing but its word ends prefill's lease in time.
+        tokens = prompt(64, seed=991)
+        name, _, params = both.prefilled(tokens)
+        assert params is not None
+        both.decode.call("reject", request=name, kv=params)
+
         # vLLM's gauge is as new as its last step, so each look comes after one more request.
         for engine in (both.prefill, both.decode):
 
@@ -39,3 +45,4 @@ def test_hand_overs_and_an_abort_between_engines_of_three_processes_each(
                 return engine.state()["usage"] == 0.0
 
             engine.wait_true(free, "vLLM's gauge of used blocks to be zero")
+        assert "kv_transfer_params of request" not in both.decode.log_tail(2000), "nobody sent what was rejected"

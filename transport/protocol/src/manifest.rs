@@ -9,12 +9,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::message::Text;
 
-/// The identity of a KV cache. Two caches may exchange bytes only if every field is equal.
+/// The identity of a KV cache. Two caches may exchange bytes only if every field is equal, but for the name of one model.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Manifest {
-    /// The model's name, for people.
+    /// The model's name, for people; compared only where no fingerprint says more.
     pub model: Text,
-    /// A hash of the model's weights and configuration: names may lie.
+    /// A hash of the model's weights and configuration, since names may lie; zero if there is none.
     pub model_fingerprint: Fingerprint,
     /// The element type of the cache.
     pub kv_dtype: KvDtype,
@@ -169,7 +169,10 @@ pub fn compare(ours: &Manifest, theirs: &Manifest) -> Result<(), Vec<Mismatch>> 
         digest_scheme,
         options,
     } = ours;
-    found.text("model", model, &theirs.model);
+    if !model_fingerprint.is_known() || model_fingerprint != &theirs.model_fingerprint {
+        // Equal weights under two names are one model.
+        found.text("model", model, &theirs.model);
+    }
     found.value("model_fingerprint", model_fingerprint, &theirs.model_fingerprint);
     found.value("kv_dtype", kv_dtype, &theirs.kv_dtype);
     found.value("layers", layers, &theirs.layers);
@@ -194,6 +197,12 @@ pub fn compare(ours: &Manifest, theirs: &Manifest) -> Result<(), Vec<Mismatch>> 
 impl Manifest {
     /// The most options.
     pub const MAX_OPTIONS: usize = 32;
+}
+
+impl Fingerprint {
+    fn is_known(self) -> bool {
+        self != Self::default()
+    }
 }
 
 impl Options {

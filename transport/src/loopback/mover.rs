@@ -135,7 +135,7 @@ fn dial(
             address: end.address,
             version,
             greeting: end.remote.greeting.clone(),
-            path: PathReport { kind: PathKind::Loopback, not: Vec::new() },
+            path: PathReport { kind: PathKind::Loopback, plain: PathKind::Loopback, not: Vec::new() },
         });
     }
     Ok(remote.peer.clone())

@@ -46,8 +46,8 @@ impl Driver<'_> {
         let path = choice.report(are_unix);
         self.open_ucx(&session, path.kind == PathKind::Ucx);
         shared.core.grants.open_session(session.key);
-        let (peer, not) = (session.peer.clone(), path.reasons());
-        tracing::info!(%peer, session = session.key.0, lanes = streams.len(), tls = is_tls, path = %path.kind, %not, "session up");
+        let (peer, taken, not) = (session.peer.clone(), path.taken(), path.not_taken());
+        tracing::info!(%peer, session = session.key.0, lanes = streams.len(), tls = is_tls, path = taken, not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {

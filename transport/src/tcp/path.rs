@@ -225,25 +225,19 @@ impl Choice {
         };
         not.retain(|(other, _)| *other < kind);
         not.sort_by_key(|(kind, _)| *kind);
-        PathReport { kind, not }
+        let plain = match (lanes_are_unix, self.by_address) {
+            (true, true) => PathKind::ProcessMemory,
+            (true, false) => PathKind::UnixSocket,
+            (false, _) => kind,
+        };
+        PathReport { kind, plain, not }
     }
 
     /// In words, for an error.
     pub(crate) fn reasons(&self) -> String {
-        reasons(&self.not)
+        let reasons: Vec<String> = self.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
+        reasons.join("; ")
     }
-}
-
-impl PathReport {
-    /// In words, for a log.
-    pub(crate) fn reasons(&self) -> String {
-        reasons(&self.not)
-    }
-}
-
-fn reasons(not: &[(PathKind, String)]) -> String {
-    let reasons: Vec<String> = not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
-    reasons.join("; ")
 }
 
 /// The version of the words of the RDMA path, which are said on the control lane.
@@ -281,17 +275,26 @@ mod tests {
     #[test]
     fn the_best_way_that_both_have_is_taken_and_the_others_have_a_reason() {
         let all = [Tcp, UnixSocket, ProcessMemory, SharedMemory];
-        for (name, ours, theirs, host, want, reason) in [
-            ("all", &all[..], &all[..], 1, SharedMemory, ""),
-            ("one without a map", &all, &[Tcp, UnixSocket, ProcessMemory], 1, ProcessMemory, "does not offer"),
-            ("sockets only", &[Tcp, UnixSocket], &all, 1, UnixSocket, "configuration does not allow"),
-            ("another host", &all, &all, 2, Tcp, "another host"),
-            ("the peer has TCP only", &all, &[Tcp], 1, Tcp, "does not offer"),
+        for (name, ours, theirs, host, (want, plain), reason) in [
+            ("all", &all[..], &all[..], 1, (SharedMemory, ProcessMemory), ""),
+            ("maps only", &all, &[Tcp, UnixSocket, SharedMemory], 1, (SharedMemory, UnixSocket), ""),
+            (
+                "one without a map",
+                &all,
+                &[Tcp, UnixSocket, ProcessMemory],
+                1,
+                (ProcessMemory, ProcessMemory),
+                "does not offer",
+            ),
+            ("sockets only", &[Tcp, UnixSocket], &all, 1, (UnixSocket, UnixSocket), "configuration does not allow"),
+            ("another host", &all, &all, 2, (Tcp, Tcp), "another host"),
+            ("the peer has TCP only", &all, &[Tcp], 1, (Tcp, Tcp), "does not offer"),
         ] {
             let (ours, theirs) = (local(ours, 1), local(theirs, host));
             let choice = ours.choose(3, &theirs.offers());
             let report = choice.report(matches!(choice.route, Route::Unix(_)));
-            assert_eq!(report.kind, want, "{name}: {choice:?}");
+            assert_eq!((report.kind, report.plain), (want, plain), "{name}: {choice:?}");
+            assert_eq!(report.not_taken() == "none", report.not.is_empty(), "{name}: {report:?}");
             assert!(report.not.iter().all(|(kind, why)| *kind < want && why.contains(reason)), "{name}: {report:?}");
             assert_eq!(report.not.len(), all.iter().filter(|kind| **kind < want).count(), "{name}: {report:?}");
         }
@@ -335,7 +338,7 @@ mod tests {
             offer.parameters = Vec::new();
         }
         let report = ours.choose(3, &offers).report(false);
-        assert!(report.kind == Tcp && report.reasons().contains("other words"), "{report:?}");
+        assert!(report.kind == Tcp && report.not_taken().contains("other words"), "{report:?}");
     }
 
     #[test]

@@ -145,7 +145,7 @@ class KvFerryConnector(KVConnectorBase_V1):
     # Both.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._worker_half.take_stats() if self._worker_half is not None else None
+        return (self._worker_half or self.scheduler).take_stats()
 
     def shutdown(self) -> None:
         if self._worker_half is not None:

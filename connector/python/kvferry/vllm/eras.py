@@ -13,6 +13,7 @@ from vllm.version import __version__ as VLLM_VERSION
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 # Axes of one layer's tensor, outermost first, in a layout's letters; C holds K and V together. Source: RFC 42082, since 0.29.
 LAYER_AXES = "BHNC"
@@ -52,6 +53,12 @@ def scheduled(output: SchedulerOutput, wanted: list[str]) -> list[tuple[str, int
         start = starts[request_id]
         steps.append((request_id, start, start + counts[request_id], list(block_ids[0])))
     return steps
+
+
+def is_rejection(request: Request) -> bool:
+    """Whether the engine made this request itself, to have a rejected decode leg's peer let go: `notify_kv_transfer_request_rejected` of
+    `v1/engine/async_llm.py`. It is aborted as soon as it has come."""
+    return getattr(request, "abort_immediately", False)
 
 
 def preempted(output: SchedulerOutput) -> list[str]:

@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 import kvferry
 from kvferry.vllm import eras, layout
 from kvferry.vllm.metadata import KvFerryHandshake, KvFerryMetadata, KvFerryWorkerMetadata
+from kvferry.vllm.stats import KvFerryStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +42,8 @@ class SchedulerHalf:
             tokens_per_block=layout.spec_of(kv_cache_config).block_size,
             whole_blocks=layout.is_packed(vllm_config),
         )
+        # Requests whose params made no sense, since they were last told.
+        self._refused = 0
 
     @property
     def unknown_results(self) -> int:
@@ -54,18 +57,40 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
-        if not isinstance(params, dict) or not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+        if not isinstance(params, dict):
+            return
+        prompt, more = list(request.prompt_token_ids or ()), layout.more_of(request)
+        if eras.is_rejection(request):
+            # Nobody sent this: it runs nowhere, and says with one made-up token that a decode leg was rejected or failed.
+            told = self._half.unwanted(request.request_id, prompt, more, params)
+            logger.debug("decode leg %s was rejected; prefill %s", request.request_id, "is told" if told else "need not hear")
+            return
+        if not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+            if keys := kvferry.keys_without_leg(params):
+                self._refuse(request, f"keys {', '.join(keys)} but neither do_remote_prefill nor do_remote_decode")
             return
         if request.prompt_token_ids is None:
-            logger.error("request %s has no token ids; it is computed without a transfer", request.request_id)
-            return
-        max_tokens = min(request.max_tokens, _MANY_TOKENS)
-        prompt, more = list(request.prompt_token_ids), layout.more_of(request)
+            self._half.unwanted(request.request_id, prompt, more, params)
+            return self._refuse(request, "the prompt has no token ids")
         try:
-            if not self._half.add(request.request_id, prompt, more, max_tokens, params):
-                logger.info("the prompt of %s is handed over to another request already; it is computed", request.request_id)
+            if not self._half.add(request.request_id, prompt, more, min(request.max_tokens, _MANY_TOKENS), params):
+                logger.info(
+                    "the prompt of %s is handed over once, for another sample of its request or an earlier leg of its transfer; "
+                    "here it is computed",
+                    request.request_id,
+                )
         except (OverflowError, TypeError, ValueError) as error:
-            logger.error("%s; request %s is computed without a transfer", error, request.request_id)
+            self._refuse(request, str(error))
+
+    def _refuse(self, request: Request, problem: str) -> None:
+        self._refused += 1
+        # The error names the request already, where it is kvferry's.
+        named = "" if request.request_id in problem else f"kvferry: kv_transfer_params of request {request.request_id}: "
+        logger.warning("%s%s; the prompt is computed without a transfer", named, problem)
+
+    def take_stats(self) -> KvFerryStats | None:
+        refused, self._refused = self._refused, 0
+        return KvFerryStats({"params_refused": refused}) if refused else None
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int, bool]:
         tokens = self._half.matched_tokens(request.request_id, local_tokens)

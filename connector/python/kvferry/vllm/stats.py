@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Name, meaning; the names are those of `kvferry.Worker.counters`.
+# Name, meaning; the names are those of `kvferry.Worker.counters`, and of what the scheduler half counts.
 _COUNTERS = {
     "sent_transfers": "Transfers that a decode engine confirmed.",
     "sent_bytes": "Bytes of KV handed to the transport.",
@@ -20,7 +20,8 @@ _COUNTERS = {
     "received_failed": "Receives that failed.",
     "received_seconds": "Time from the start of receives to their verdicts, in seconds.",
     "lent_bytes": "Bytes of KV that peers on this host copied out of this engine's memory themselves.",
-    "loaded_tokens": "Tokens whose KV came from a peer.",
+    "loaded_tokens": "Tokens whose KV came from a peer, in whole blocks where the engine packs a block's tokens, as on the CPU.",
+    "params_refused": "Requests whose kv_transfer_params made no sense, so that they were computed without a transfer.",
     "digest_mismatches": "Chunks that arrived with another digest than their sender's; none of them was used.",
     "leases_expired": "Leases that ended by their deadline.",
     "sessions_lost": "Sessions that were cut.",
@@ -52,6 +53,7 @@ class KvFerryStats(KVConnectorStats):
                 reduced[f"{side} mean ms"] = round(1000 * data[f"{side}_seconds"] / ended, 2)
             reduced[f"{side} failed"] = data[f"{side}_failed"]
         reduced["leases expired"] = data["leases_expired"]
+        reduced["params refused"] = data["params_refused"]
         reduced["digest mismatches"] = data["digest_mismatches"]
         return reduced
 

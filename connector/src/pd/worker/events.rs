@@ -15,7 +15,7 @@ impl Driver {
     pub(super) fn event(&mut self, event: Event) {
         match event {
             Event::Up { peer, session, address, version, greeting, path } => {
-                tracing::info!(%peer, path = %path.kind, not = ?path.not, "payload's way");
+                tracing::info!(%peer, path = path.taken(), not = path.not_taken(), "payload's way");
                 self.up(peer, (session, version), address, path, &greeting);
                 self.count_paths();
             }
@@ -36,7 +36,9 @@ impl Driver {
         for &path in Path::ALL {
             let (mut taken, mut missing) = (0, 0);
             for report in self.peers.paths() {
-                taken += u64::from(Path::from(report.kind) == path);
+                // The peer's cache is taken to be like this one.
+                let kind = if self.caches.is_mappable() { report.kind } else { report.plain };
+                taken += u64::from(Path::from(kind) == path);
                 missing += u64::from(report.not.iter().any(|(kind, _)| Path::from(*kind) == path));
             }
             metrics.sessions_by_path.at(path).set(taken);
@@ -105,7 +107,7 @@ impl Driver {
 
     fn down(&mut self, peer: Option<&PeerId>, address: Option<PeerAddress>, reason: &TransportError) {
         if let Some(peer) = peer {
-            tracing::info!(%peer, ?address, %reason, "session ended");
+            tracing::info!(%peer, ?address, reason = full(reason), "session ended");
             if self.peers.down(peer) {
                 self.board.metrics.sessions_lost_total.add(1);
             }
@@ -134,10 +136,10 @@ impl Driver {
             // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
             TransportError::Authentication { .. } if self.peers.distrust(address) => {
                 self.board.metrics.peers_refused_total.at(RefusalReason::Key).add(1);
-                self.refused(address, &reason.to_string());
+                self.refused(address, &full(reason));
             }
             TransportError::Disconnected { .. } | TransportError::Ended { .. } => {
-                self.refused(address, &reason.to_string());
+                self.refused(address, &full(reason));
             }
             _ => {}
         }

@@ -105,7 +105,7 @@ impl Driver {
         }
         let (ours, tp_size, kv_heads) =
             (self.config.peer().tp_rank, self.config.tp_size().get(), self.card.manifest.kv_heads);
-        let explain = |error| format!("{error}: `readers`, the decode engine's tp_size, is {readers}");
+        let explain = |error| format!("{error}: the request says that the decode engine has {readers} ranks");
         let expected = readers_of(ours, tp_size, readers, kv_heads).map_err(explain)?;
         let mut parts = Vec::with_capacity(expected.into());
         for rank in (0..readers).map(TpRank::new) {
@@ -133,7 +133,11 @@ impl Driver {
                 return Err(format!("transfer {} is being sent already; draw a new id for each", save.transfer));
             }
             let peer = self.reader(save.to.as_ref(), part);
-            if peer.as_ref().is_some_and(|peer| self.early.is_declined(peer, part.transfer)) {
+            let gave_up = match &peer {
+                Some(peer) => self.early.is_declined(peer, part.transfer),
+                None => self.early.was_declined_by(part.transfer, |peer| peer.tp_rank == part.rank),
+            };
+            if gave_up {
                 continue;
             }
             self.ended.forget(part.transfer);

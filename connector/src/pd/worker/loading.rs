@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use kvferry_kernels::PageGuards;
 use kvferry_protocol::layout::sources_of;
-use kvferry_protocol::message::{self, EngineBytes, Message, Verdict};
+use kvferry_protocol::message::{self, EngineBytes, Message, Reason, Verdict};
 use kvferry_protocol::transfer::{Coverage, Parts, PartsEnd, PartsStep, Receiver, ReceiverConfig, Rect};
 use kvferry_protocol::{BlockId, TpRank, TransferId};
 
@@ -67,7 +67,13 @@ impl Driver {
             Ok(parts) => parts,
             Err(problem) => return self.refuse_load(&load, problem),
         };
+        if self.has_begun(&load, &parts) {
+            // The other load's end is the peer's to hear, not this one's.
+            let problem = format!("transfer {} is being received already; draw a new id for each", load.transfer);
+            return self.refuse_load(&load, problem);
+        }
         if let Err(problem) = self.begin_load(&load, &parts) {
+            self.let_go(&parts, &Verdict::failed(Reason::Engine, problem.as_str()));
             return self.refuse_load(&load, problem);
         }
         let started = self.board.metrics.transfers_started_total.at(metrics::Side::Receive);
@@ -103,14 +109,15 @@ impl Driver {
         Ok(sources.into_iter().map(|source| part(source.tp_rank, source.heads)).collect())
     }
 
-    fn begin_load(&mut self, load: &Load, parts: &[PartFrom]) -> Result<(), String> {
-        let began = self.now();
+    fn has_begun(&self, load: &Load, parts: &[PartFrom]) -> bool {
         let known = |part: &PartFrom| {
             self.receiving.contains_key(&part.transfer) || self.taking.entries.contains_key(&part.transfer)
         };
-        if self.loads.contains_key(&load.transfer) || parts.iter().any(known) {
-            return Err(format!("transfer {} is being received already; draw a new id for each", load.transfer));
-        }
+        self.loads.contains_key(&load.transfer) || parts.iter().any(known)
+    }
+
+    fn begin_load(&mut self, load: &Load, parts: &[PartFrom]) -> Result<(), String> {
+        let began = self.now();
         let limit = self.config.limits().max_transfers.get() as usize;
         if self.receiving.len() + parts.len() > limit {
             return Err(format!("{limit} transfers are under way; raise max_transfers or send less"));
@@ -174,11 +181,23 @@ impl Driver {
         self.report_failure(&load.request, load.tokens.start, &[], problem);
     }
 
-    /// Everything is here already: the prefill side, if it was asked by somebody else, may let go.
+    /// Everything is here already, or nobody wants it any more: the prefill side, if it was asked by somebody else, may let go.
     fn nothing_to_load(&mut self, load: &Load, parts: &[PartFrom]) {
+        if load.is_unwanted() && self.has_begun(load, parts) {
+            tracing::debug!(request = %load.request, transfer = %load.transfer, "another request loads it");
+        } else {
+            self.let_go(parts, if load.is_unwanted() { &Verdict::Cancelled } else { &Verdict::Done });
+        }
+        self.board.progress.ended(&load.request, Ended::Loaded);
+        self.board.results().loaded.push(load.request.clone());
+        self.board.progress.forget(&load.request);
+    }
+
+    /// Tells the prefill ranks that this side takes nothing of a transfer, now or when they are reached.
+    fn let_go(&mut self, parts: &[PartFrom], verdict: &Verdict) {
         for part in parts {
             self.dial(part.address);
-            let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
+            let ended = message::Ended { transfer: part.transfer, verdict: verdict.clone() };
             match self.peers.find(part.address, part.engine.as_ref(), part.rank) {
                 Some((peer, _)) => self.send(&peer, &Message::Ended(ended)),
                 None => {
@@ -187,9 +206,6 @@ impl Driver {
                 }
             }
         }
-        self.board.progress.ended(&load.request, Ended::Loaded);
-        self.board.results().loaded.push(load.request.clone());
-        self.board.progress.forget(&load.request);
     }
 
     /// Ends a load: every part of it that goes on.

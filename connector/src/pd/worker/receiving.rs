@@ -367,7 +367,7 @@ impl Driver {
         let reason = match (&end.verdict, &entry.refusal) {
             (Verdict::Done, _) => None,
             (_, Some(refusal)) => Some(refusal.clone()),
-            (verdict, None) => Some(self.why(verdict, entry.from)),
+            (verdict, None) => Some(self.why(verdict, transfer, entry)),
         };
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "part ended");
@@ -378,12 +378,20 @@ impl Driver {
         self.part_landed(load, transfer, end.good_until_token, reason);
     }
 
-    /// Why a part ended, with what is known of a peer that never came.
-    fn why(&self, verdict: &Verdict, from: PeerAddress) -> String {
-        let is_absent = matches!(verdict, Verdict::Failed(failure) if failure.reason == Reason::PeerAbsent);
-        match self.peers.why_missed(from).filter(|_| is_absent) {
-            Some(why) => format!("{verdict}; the last attempt: {why}"),
-            None => verdict.to_string(),
+    /// Why a part ended, with what is known of a peer that never came, or that came and sent nothing.
+    fn why(&self, verdict: &Verdict, transfer: TransferId, entry: &Receiving) -> String {
+        let Verdict::Failed(failure) = verdict else { return verdict.to_string() };
+        match (failure.reason, &entry.peer) {
+            (Reason::PeerAbsent, _) => match self.peers.why_missed(entry.from) {
+                Some(why) => format!("{verdict}; the last attempt: {why}"),
+                None => verdict.to_string(),
+            },
+            (Reason::Deadline | Reason::Stalled, Some(peer)) if entry.machine.stats().writes == 0 => format!(
+                "{verdict}; {peer} was asked for transfer {transfer} and sent nothing: either it was never given the prefill leg of \
+                 this transfer and prompt, or it did not come to compute it"
+            ),
+            (_, Some(peer)) => format!("{verdict} (transfer {transfer} from {peer})"),
+            (_, None) => verdict.to_string(),
         }
     }
 }

@@ -141,7 +141,8 @@ impl Driver {
         };
         if ranks != entry.readers {
             let problem = format!(
-                "{peer} is one of {ranks} ranks, but the request says that {} read; write the decode engine's tp_size as `readers`",
+                "{peer} is one of {ranks} ranks, but prefill's request says that {} read; give prefill's request the decode engine's \
+                 tensor-parallel size (`\"tp_size\": {ranks}` in vLLM's kv_transfer_params, `readers` in Rust)",
                 entry.readers
             );
             self.fail_lease(entry.lease, &problem);

@@ -1,6 +1,7 @@
 """Several workers' reports, and loads that fail. Behaviours 28 to 33 of the connector contract."""
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -215,4 +216,22 @@ def test_33_where_the_policy_is_fail_the_request_ends_and_its_blocks_serve_nobod
     duo.until_finished("again")
     assert duo.decode.local_hit("again") == 0
     assert duo.decode.finished("again").finish_reason == FinishReason.LENGTH
+    duo.until_free()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1)])
+def test_sizes_may_differ_where_the_prefill_leg_names_decodes(
+    make_duo: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: int, theirs: int
+) -> None:
+    duo = make_duo(prefill={"tp": ours}, decode={"tp": theirs})
+    # vLLM's loggers need not propagate to the root's.
+    monkeypatch.setattr(logging.getLogger("vllm.kvferry"), "handlers", [caplog.handler])
+    for seed, (said, reason) in enumerate([({}, FinishReason.ERROR), ({"tp_size": theirs}, FinishReason.LENGTH)]):
+        name, tokens = f"r{seed}", prompt(80, seed)
+        duo.prefill.add(name, tokens, 1, {"do_remote_decode": True} | said)
+        duo.until(lambda: duo.prefill.finished(name) is not None, "prefill's end")
+        duo.decode.add(name, tokens, 4, duo.prefill.finished(name).kv_transfer_params)
+        duo.until_finished(name)
+        assert duo.decode.finished(name).finish_reason == reason
+        assert f'`"tp_size": {theirs}` in vLLM\'s kv_transfer_params' in caplog.text
     duo.until_free()

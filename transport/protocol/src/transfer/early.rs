@@ -159,6 +159,12 @@ impl Early {
         self.declined.contains_key(&(peer.clone(), transfer))
     }
 
+    /// The same of a transfer whose peer is not known, for any peer that could be it.
+    #[must_use]
+    pub fn was_declined_by(&self, transfer: TransferId, could_be: impl Fn(&PeerId) -> bool) -> bool {
+        self.declined.keys().any(|(peer, of)| *of == transfer && could_be(peer))
+    }
+
     /// Who spoke early of a transfer; the first by name if several did.
     #[must_use]
     pub fn peer_of(&self, transfer: TransferId) -> Option<&PeerId> {
