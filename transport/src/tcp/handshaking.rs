@@ -2,16 +2,16 @@
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_protocol::wire::{
     Declined, Dialler, Established, HandshakeError, HandshakeStep, Identity, Listener, Step, Verdict,
 };
-use rustix::event::{PollFd, PollFlags};
 
 use super::pending::Pending;
+use super::poller::Interest;
 use super::stream::Stream;
 use crate::error::TransportError;
 
@@ -113,9 +113,14 @@ impl Handshaking {
         }
     }
 
-    pub(crate) fn entry(&self) -> PollFd<'_> {
-        let writes = self.is_connecting || !self.output.is_empty();
-        PollFd::from_borrowed_fd(self.stream.as_fd(), if writes { PollFlags::OUT } else { PollFlags::IN })
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// What of its socket to wait for.
+    pub(crate) fn interest(&self) -> Interest {
+        let write = self.is_connecting || !self.output.is_empty();
+        Interest { read: !write, write }
     }
 
     pub(crate) fn listener(&mut self) -> Option<&mut Listener> {

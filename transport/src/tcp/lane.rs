@@ -12,6 +12,8 @@ use std::time::Instant;
 
 use kvferry_protocol::wire::{FrameHeader, FrameKind, Loan, Refusal, WireError};
 
+use super::data::Wants;
+use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
 use crate::core::{Core, Counters, FrameCut, Inbound, Planted};
@@ -20,8 +22,11 @@ use crate::ffi;
 use crate::raw::{RawRun, advance};
 use crate::share::Borrowed;
 
-/// How many system calls one direction of a lane makes before the thread looks at its other lanes.
-const TURN_CALLS: usize = 16;
+/// What one direction of a lane may move in a round, before the thread looks at its other lanes. One call may move more: that is
+/// counted against the next rounds, so that each lane of a busy thread gets the same (deficit round robin).
+const TURN_BYTES: u64 = 256 << 10;
+/// What a call counts at least: short frames take time, too.
+const CALL_BYTES: u64 = TURN_BYTES / 16;
 /// A read or write that moved less than it could have, and less than this, was the last for now.
 const RETRY_BYTES: usize = 32 << 10;
 /// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
@@ -45,8 +50,12 @@ pub(crate) struct Lane {
     scratch: Vec<RawRun>,
     /// What to wait for.
     pub(crate) wants: Wants,
-    /// Which direction poll(2) found ready, or did not wait for.
+    /// Which directions are worth a system call.
     pub(crate) ready: Ready,
+    /// Bytes that were moved since somebody looked.
+    moved_bytes: u64,
+    reads: Allowance,
+    writes: Allowance,
 }
 
 /// Which directions of a lane are worth a system call.
@@ -54,17 +63,6 @@ pub(crate) struct Lane {
 pub(crate) struct Ready {
     pub(crate) read: bool,
     pub(crate) write: bool,
-}
-
-/// What a lane waits for.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Wants {
-    pub(crate) read: bool,
-    pub(crate) write: bool,
-    /// It can go on at once.
-    pub(crate) again: bool,
-    /// The link's rate lets it go on then.
-    pub(crate) at: Option<Instant>,
 }
 
 enum Outgoing {
@@ -122,7 +120,6 @@ impl Call {
 
 impl Lane {
     pub(crate) fn new(session: Arc<Session>, stream: Arc<Stream>, tells: bool) -> Self {
-        let wants = Wants { read: true, ..Wants::default() };
         let session_shares = session.sharing.is_some();
         Self {
             session,
@@ -133,8 +130,11 @@ impl Lane {
             outgoing: Outgoing::Empty,
             incoming: NO_HEADER,
             scratch: Vec::new(),
-            wants,
+            wants: Wants::default(),
             ready: Ready { read: true, write: true },
+            moved_bytes: 0,
+            reads: Allowance::default(),
+            writes: Allowance::default(),
         }
     }
 
@@ -142,47 +142,58 @@ impl Lane {
         &self.stream
     }
 
-    /// Does what can be done without waiting, and says what to wait for.
+    /// Does what can be done in a round's turn without waiting, and says what to wait for.
     ///
     /// # Errors
     /// [`TransportError`] if the lane broke; the session ends with it.
-    pub(crate) fn turn(&mut self, core: &Core, sink: &mut [u8], frame_bytes: u64) -> Result<(), TransportError> {
-        self.wants = Wants::default();
-        let mut calls = 0;
-        self.wants.read = !self.ready.read;
+    pub(crate) fn turn(
+        &mut self,
+        core: &Core,
+        sink: &mut [u8],
+        frame_bytes: u64,
+        round: u64,
+    ) -> Result<(), TransportError> {
+        self.wants = Wants { of_socket: Interest::READ, ..Wants::default() };
+        self.reads.begin(round);
         while self.ready.read {
-            if core.events.is_full() || self.words.len() > MAX_WORDS_BYTES {
+            if core.events.is_full() {
+                self.wants.room = true;
                 break;
             }
-            match self.receive(core, sink)? {
-                Turn::Moved if calls < TURN_CALLS => calls += 1,
-                Turn::Moved => {
-                    self.wants.again = true;
-                    break;
-                }
-                Turn::Blocked | Turn::Held | Turn::Nothing => {
-                    self.wants.read = true;
-                    break;
-                }
+            // Goes on below if the words go out, and else when the socket takes them.
+            if self.words.len() > MAX_WORDS_BYTES {
+                break;
             }
+            if self.reads.is_used_up() {
+                self.wants.again = true;
+                break;
+            }
+            let turn = self.receive(core, sink)?;
+            self.reads.spend(std::mem::take(&mut self.moved_bytes));
+            self.ready.read = matches!(turn, Turn::Moved);
         }
-        calls = 0;
-        self.wants.write = !self.ready.write;
+        self.writes.begin(round);
         while self.ready.write {
-            match self.send(core, frame_bytes)? {
-                Turn::Moved if calls < TURN_CALLS => calls += 1,
-                Turn::Moved => {
-                    self.wants.again = true;
-                    break;
-                }
+            if self.writes.is_used_up() {
+                self.wants.again = true;
+                break;
+            }
+            let turn = self.send(core, frame_bytes)?;
+            self.writes.spend(std::mem::take(&mut self.moved_bytes));
+            match turn {
+                Turn::Moved => {}
                 Turn::Blocked => {
-                    self.wants.write = self.wants.at.is_none();
+                    self.ready.write = self.wants.at.is_some();
                     break;
                 }
-                // Woken by a new post, or by the receiver's word.
+                // Called by a new post, or by the receiver's word.
                 Turn::Held | Turn::Nothing => break,
             }
         }
+        let is_stopped = self.words.len() > MAX_WORDS_BYTES;
+        // Reading stopped for words that are gone.
+        self.wants.again |= self.ready.read && !self.wants.room && !is_stopped;
+        self.wants.of_socket = Interest { read: !self.wants.room && !is_stopped, write: !self.ready.write };
         Ok(())
     }
 
@@ -421,9 +432,10 @@ impl Lane {
         self.words.extend_from_slice(&word.encode(self.session.version));
     }
 
-    fn moved(&self, operation: &'static str, call: Call) -> Result<Turn, TransportError> {
+    fn moved(&mut self, operation: &'static str, call: Call) -> Result<Turn, TransportError> {
         match call.result {
             Ok(moved) => {
+                self.moved_bytes += moved as u64;
                 self.session.note_moved(Instant::now());
                 // Much came, and while it was copied more may have come: a call that does not wait leaves that for the next one.
                 let is_over = moved < call.asked && moved < RETRY_BYTES;
@@ -435,7 +447,7 @@ impl Lane {
         }
     }
 
-    fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
+    pub(crate) fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
         TransportError::Io { peer: self.session.name.clone(), operation, source: Arc::new(source) }
     }
 
@@ -445,6 +457,30 @@ impl Lane {
 
     fn wrong(&self, problem: String) -> TransportError {
         TransportError::Protocol { peer: self.session.name.clone(), problem }
+    }
+}
+
+/// What one direction of a lane may still move.
+#[derive(Default)]
+struct Allowance {
+    left: i64,
+    round: u64,
+}
+
+impl Allowance {
+    /// Adds a turn for each round since the last one; what was not used is lost, what was overdrawn is paid back.
+    fn begin(&mut self, round: u64) {
+        let turns = i64::try_from(round - self.round).unwrap_or(i64::MAX);
+        self.left = self.left.saturating_add(turns.saturating_mul(TURN_BYTES as i64)).min(TURN_BYTES as i64);
+        self.round = round;
+    }
+
+    fn is_used_up(&self) -> bool {
+        self.left <= 0
+    }
+
+    fn spend(&mut self, bytes: u64) {
+        self.left -= bytes.max(CALL_BYTES) as i64;
     }
 }
 
@@ -533,5 +569,46 @@ fn refund(session: &Session, bytes: u64) {
         && bytes > 0
     {
         bucket.lock().unwrap_or_else(PoisonError::into_inner).refund(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Calls of any size: over many rounds each lane moves the same, whatever it moves at once.
+    #[test]
+    fn lanes_that_always_can_go_on_move_the_same_in_the_end() {
+        let sizes = [CALL_BYTES, 100_000, TURN_BYTES, 1 << 20];
+        let mut lanes = sizes.map(|bytes| (bytes, Allowance::default(), 0));
+        let (mut round, rounds) = (0, 1000);
+        while round < rounds {
+            round += 1;
+            for (bytes, allowance, moved) in &mut lanes {
+                allowance.begin(round);
+                while !allowance.is_used_up() {
+                    allowance.spend(*bytes);
+                    *moved += *bytes;
+                }
+            }
+        }
+        for (bytes, _, moved) in lanes {
+            assert!(moved.abs_diff(rounds * TURN_BYTES) <= bytes, "{moved} in calls of {bytes}");
+        }
+    }
+
+    #[test]
+    fn what_was_not_used_is_not_saved_and_what_was_overdrawn_is_paid_back_while_others_move() {
+        let mut allowance = Allowance::default();
+        allowance.begin(100);
+        assert_eq!(allowance.left, TURN_BYTES as i64);
+        allowance.spend(4 * TURN_BYTES);
+        allowance.begin(102);
+        assert!(allowance.is_used_up());
+        allowance.begin(104);
+        assert!(!allowance.is_used_up());
+        allowance.begin(1000);
+        (0..16).for_each(|_| allowance.spend(1));
+        assert!(allowance.is_used_up(), "calls count, however little they move");
     }
 }

@@ -332,10 +332,7 @@ impl Link {
             has_posted = true;
             match self.order(&cut) {
                 Some(order) => self.post(cut, order, now),
-                None => {
-                    self.session.give_to_lanes(cut);
-                    shared.wake_data();
-                }
+                None => self.session.give_to_lanes(cut),
             }
         }
         has_posted
