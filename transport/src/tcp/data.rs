@@ -84,7 +84,8 @@ impl DataThread {
 struct Rounds<'a> {
     shared: &'a Shared,
     poller: Poller,
-    lanes: HashMap<u64, Served>,
+    /// Boxed: a table has room for twice as many.
+    lanes: HashMap<u64, Box<Served>>,
     /// Those that can go on, the one whose turn was longest ago first.
     queue: VecDeque<u64>,
     /// Those that read nothing until events are polled.
@@ -104,7 +105,7 @@ struct Served {
 impl Rounds<'_> {
     fn add(&mut self, lanes: Vec<(u64, Lane)>) {
         for (key, lane) in lanes {
-            self.lanes.insert(key, Served { lane, is_queued: true, is_held: false });
+            self.lanes.insert(key, Box::new(Served { lane, is_queued: true, is_held: false }));
             self.queue.push_back(key);
         }
     }
@@ -118,8 +119,10 @@ impl Rounds<'_> {
         }
         if calls.take_room() {
             for key in self.held.drain(..) {
-                self.lanes.get_mut(&key).map(|served| served.is_held = false).unwrap_or_default();
-                called.push_back(key);
+                if let Some(served) = self.lanes.get_mut(&key) {
+                    served.is_held = false;
+                    called.push_back(key);
+                }
             }
         }
         if self.timers.next().is_some() {
@@ -156,7 +159,8 @@ impl Rounds<'_> {
 
     fn serve(&mut self, key: u64) -> Result<(), TransportError> {
         let (core, frame_bytes) = (&self.shared.core, self.shared.config.frame_bytes);
-        let Some(Served { lane, is_held, .. }) = self.lanes.get_mut(&key) else { return Ok(()) };
+        let Some(served) = self.lanes.get_mut(&key) else { return Ok(()) };
+        let Served { lane, is_held, .. } = &mut **served;
         lane.turn(core, &mut self.sink, frame_bytes, self.number)?;
         let wants = lane.wants;
         let watched = self.poller.watch(key, lane.stream().as_fd(), wants.of_socket);
@@ -174,7 +178,7 @@ impl Rounds<'_> {
     }
 
     fn remove(&mut self, key: u64) -> Option<Arc<Session>> {
-        let Served { lane, .. } = self.lanes.remove(&key)?;
+        let Served { lane, .. } = *self.lanes.remove(&key)?;
         self.poller.forget(key, lane.stream().as_fd());
         self.timers.clear(key);
         Some(lane.session)

@@ -44,7 +44,8 @@ pub(crate) struct Driver<'a> {
     pub(super) next_handshake: u64,
     pub(super) handshaking: HashMap<u64, Handshaking>,
     pub(super) pending: HashMap<PendingKey, Pending>,
-    pub(super) live: HashMap<SessionKey, Control>,
+    /// Boxed: a table has room for twice as many.
+    pub(super) live: HashMap<SessionKey, Box<Control>>,
     /// Sessions that read nothing until events are polled.
     held: HashSet<u64>,
     /// Sessions whose control lane can go on.
@@ -436,7 +437,7 @@ impl Driver<'_> {
         for (index, ((socket, thread), bell)) in sockets.into_iter().zip(threads).zip(&bells).enumerate() {
             thread.add(bell, Arc::clone(&session), socket, index == 0);
         }
-        self.live.insert(key, Control::new(session, control, now, shared.config.keepalive));
+        self.live.insert(key, Box::new(Control::new(session, control, now, shared.config.keepalive)));
         self.serve(key);
     }
 
