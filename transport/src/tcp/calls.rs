@@ -10,8 +10,8 @@ use super::wake::Waker;
 /// What a thread is called to.
 pub(crate) struct Calls {
     waker: Waker,
-    /// No more than there are bells.
-    rung: Mutex<Vec<Arc<Bell>>>,
+    /// Keys of bells, and whether they are in here: no more than there are bells. A bell itself would hold this, and never go.
+    rung: Mutex<Vec<(u64, Arc<AtomicBool>)>>,
     to_all: AtomicBool,
     has_room: AtomicBool,
 }
@@ -20,7 +20,7 @@ pub(crate) struct Calls {
 pub(crate) struct Bell {
     calls: Arc<Calls>,
     key: u64,
-    is_rung: AtomicBool,
+    is_rung: Arc<AtomicBool>,
 }
 
 impl Calls {
@@ -53,10 +53,10 @@ impl Calls {
     /// For the thread: moves the keys of what it is called to into `keys`.
     pub(crate) fn take(&self, keys: &mut VecDeque<u64>) {
         let rung = std::mem::take(&mut *self.rung.lock().unwrap_or_else(PoisonError::into_inner));
-        keys.extend(rung.into_iter().map(|bell| {
+        keys.extend(rung.into_iter().map(|(key, is_rung)| {
             // Before the thread looks: what comes later rings anew.
-            bell.is_rung.store(false, Ordering::SeqCst);
-            bell.key
+            is_rung.store(false, Ordering::SeqCst);
+            key
         }));
     }
 
@@ -72,8 +72,8 @@ impl Calls {
 }
 
 impl Bell {
-    pub(crate) fn new(calls: &Arc<Calls>, key: u64) -> Arc<Self> {
-        Arc::new(Self { calls: Arc::clone(calls), key, is_rung: AtomicBool::new(false) })
+    pub(crate) fn new(calls: &Arc<Calls>, key: u64) -> Self {
+        Self { calls: Arc::clone(calls), key, is_rung: Arc::default() }
     }
 
     pub(crate) fn key(&self) -> u64 {
@@ -81,15 +81,40 @@ impl Bell {
     }
 
     /// Says what the thread is called to, without waking it.
-    pub(crate) fn note(self: &Arc<Self>) {
+    pub(crate) fn note(&self) {
         if !self.is_rung.swap(true, Ordering::SeqCst) {
-            self.calls.rung.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(self));
+            let mut rung = self.calls.rung.lock().unwrap_or_else(PoisonError::into_inner);
+            rung.push((self.key, Arc::clone(&self.is_rung)));
         }
     }
 
     /// Calls the thread.
-    pub(crate) fn ring(self: &Arc<Self>) {
+    pub(crate) fn ring(&self) {
         self.note();
         self.calls.wake();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bell_is_heard_once_for_each_look_and_goes_with_its_owner() {
+        let calls = Calls::new().unwrap();
+        let (one, other) = (Bell::new(&calls, 1), Bell::new(&calls, 2));
+        let heard = || {
+            let mut keys = VecDeque::new();
+            calls.take(&mut keys);
+            Vec::from(keys)
+        };
+        [&one, &other, &one].into_iter().for_each(Bell::ring);
+        assert_eq!((heard(), heard()), (vec![1, 2], vec![]));
+        one.note();
+        drop((one, other));
+        assert_eq!(Arc::strong_count(&calls), 1, "an unheard call keeps its thread's descriptors open");
+        assert_eq!(heard(), [1]);
+        calls.tell_room();
+        assert_eq!((calls.take_room(), calls.take_room(), calls.take_all()), (true, false, false));
     }
 }

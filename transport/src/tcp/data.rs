@@ -41,14 +41,14 @@ impl DataThread {
     }
 
     /// What calls the thread to a lane that is given to [`DataThread::add`] then.
-    pub(crate) fn bell(&self) -> Arc<Bell> {
+    pub(crate) fn bell(&self) -> Bell {
         Bell::new(&self.calls, self.next_lane.fetch_add(1, Ordering::Relaxed))
     }
 
     /// `tells`: whether the lane is its session's first, which tells the peer which memory is shared.
-    pub(crate) fn add(&self, bell: &Bell, session: Arc<Session>, stream: Arc<Stream>, tells: bool) {
+    pub(crate) fn add(&self, key: u64, session: Arc<Session>, stream: Arc<Stream>, tells: bool) {
         let lane = Lane::new(session, stream, tells);
-        self.new_lanes.lock().unwrap_or_else(PoisonError::into_inner).push((bell.key(), lane));
+        self.new_lanes.lock().unwrap_or_else(PoisonError::into_inner).push((key, lane));
         self.calls.wake();
     }
 

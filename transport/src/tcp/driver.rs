@@ -433,9 +433,10 @@ impl Driver<'_> {
         let threads: Vec<_> = shared.data.iter().cycle().skip(self.next_data).take(sockets.len()).collect();
         self.next_data = (self.next_data + sockets.len()) % shared.data.len();
         let bells: Vec<_> = threads.iter().map(|thread| thread.bell()).collect();
-        session.set_lane_bells(bells.clone());
-        for (index, ((socket, thread), bell)) in sockets.into_iter().zip(threads).zip(&bells).enumerate() {
-            thread.add(bell, Arc::clone(&session), socket, index == 0);
+        let keys: Vec<_> = bells.iter().map(Bell::key).collect();
+        session.set_lane_bells(bells);
+        for (index, ((socket, thread), key)) in sockets.into_iter().zip(threads).zip(keys).enumerate() {
+            thread.add(key, Arc::clone(&session), socket, index == 0);
         }
         self.live.insert(key, Box::new(Control::new(session, control, now, shared.config.keepalive)));
         self.serve(key);

@@ -44,9 +44,9 @@ pub(crate) struct Session {
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
     /// Calls the control thread.
-    control_bell: Arc<Bell>,
+    control_bell: Bell,
     /// Call the data threads to its lanes, once those were given to them.
-    lane_bells: OnceLock<Vec<Arc<Bell>>>,
+    lane_bells: OnceLock<Vec<Bell>>,
     sockets: Mutex<Vec<Arc<Stream>>>,
     refused: Mutex<VecDeque<(u128, u32)>>,
     is_over: AtomicBool,
@@ -72,7 +72,7 @@ pub(crate) struct SessionSetup {
     pub(crate) sharing: Option<Sharing>,
     pub(crate) verbs: Option<Arc<Verbs>>,
     pub(crate) sockets: Vec<Arc<Stream>>,
-    pub(crate) control_bell: Arc<Bell>,
+    pub(crate) control_bell: Bell,
 }
 
 impl Session {
@@ -124,7 +124,7 @@ impl Session {
     }
 
     /// Says what calls its lanes; before these are given to their threads, so that none begins without.
-    pub(crate) fn set_lane_bells(&self, bells: Vec<Arc<Bell>>) {
+    pub(crate) fn set_lane_bells(&self, bells: Vec<Bell>) {
         // Once, by the thread that made the session.
         let _ = self.lane_bells.set(bells);
     }
