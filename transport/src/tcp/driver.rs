@@ -430,16 +430,21 @@ impl Driver<'_> {
             greeting: pending.identity.greeting.into(),
             path,
         });
-        let threads: Vec<_> = shared.data.iter().cycle().skip(self.next_data).take(sockets.len()).collect();
-        self.next_data = (self.next_data + sockets.len()) % shared.data.len();
+        self.give_lanes(&session, sockets);
+        self.live.insert(key, Box::new(Control::new(session, control, now, shared.config.keepalive)));
+        self.serve(key);
+    }
+
+    /// Gives lanes to data threads, one after the other.
+    fn give_lanes(&mut self, session: &Arc<Session>, sockets: Vec<Arc<Stream>>) {
+        let threads: Vec<_> = self.shared.data.iter().cycle().skip(self.next_data).take(sockets.len()).collect();
+        self.next_data = (self.next_data + sockets.len()) % self.shared.data.len();
         let bells: Vec<_> = threads.iter().map(|thread| thread.bell()).collect();
         let keys: Vec<_> = bells.iter().map(Bell::key).collect();
         session.set_lane_bells(bells);
         for (index, ((socket, thread), key)) in sockets.into_iter().zip(threads).zip(keys).enumerate() {
-            thread.add(key, Arc::clone(&session), socket, index == 0);
+            thread.add(key, Arc::clone(session), socket, index == 0);
         }
-        self.live.insert(key, Box::new(Control::new(session, control, now, shared.config.keepalive)));
-        self.serve(key);
     }
 
     /// Begins to make a session's link over UCX, if it was chosen: tells the peer how to reach it.

@@ -3,6 +3,7 @@
 //! Out: `Empty -> Words | Frame -> Empty`. In: `Header -> Table -> Payload | Copy | Sink -> Header`. A frame that lends its payload is
 //! sent as its head alone; its receiver copies the payload in pieces (`Copy`).
 
+mod allowance;
 mod lending;
 
 use std::io;
@@ -11,6 +12,8 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use kvferry_protocol::wire::{FrameHeader, FrameKind, Loan, Refusal, WireError};
+
+use allowance::Allowance;
 
 use super::data::Wants;
 use super::poller::Interest;
@@ -22,13 +25,6 @@ use crate::ffi;
 use crate::raw::{RawRun, advance};
 use crate::share::Borrowed;
 
-/// What one direction of a lane may move in a round, before the thread looks at its other lanes. One call may move more: that is
-/// counted against the next rounds, so that each lane of a busy thread gets the same (deficit round robin). With 64 busy peers
-/// (`kvferry bench --peers 64`, on 2 busy cores) the one that got most got 2 to 11 % more than the one that got least, for 0.25 CPU
-/// seconds a GB; with 256 KiB 2 to 8 % for 0.29, with 1 MiB 5 to 20 % for 0.24, and with 4 MiB 47 to 75 %.
-const TURN_BYTES: u64 = 512 << 10;
-/// What a call counts at least: short frames take time, too.
-const CALL_BYTES: u64 = TURN_BYTES / 16;
 /// A read or write that moved less than it could have, and less than this, was the last for now.
 const RETRY_BYTES: usize = 32 << 10;
 /// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
@@ -462,30 +458,6 @@ impl Lane {
     }
 }
 
-/// What one direction of a lane may still move.
-#[derive(Default)]
-struct Allowance {
-    left: i64,
-    round: u64,
-}
-
-impl Allowance {
-    /// Adds a turn for each round since the last one; what was not used is lost, what was overdrawn is paid back.
-    fn begin(&mut self, round: u64) {
-        let turns = i64::try_from(round - self.round).unwrap_or(i64::MAX);
-        self.left = self.left.saturating_add(turns.saturating_mul(TURN_BYTES as i64)).min(TURN_BYTES as i64);
-        self.round = round;
-    }
-
-    fn is_used_up(&self) -> bool {
-        self.left <= 0
-    }
-
-    fn spend(&mut self, bytes: u64) {
-        self.left -= bytes.max(CALL_BYTES) as i64;
-    }
-}
-
 impl FrameOut {
     fn new(mut cut: FrameCut) -> Self {
         let mut runs = Vec::with_capacity(cut.runs.len() + 1);
@@ -571,46 +543,5 @@ fn refund(session: &Session, bytes: u64) {
         && bytes > 0
     {
         bucket.lock().unwrap_or_else(PoisonError::into_inner).refund(bytes);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Calls of any size: over many rounds each lane moves the same, whatever it moves at once.
-    #[test]
-    fn lanes_that_always_can_go_on_move_the_same_in_the_end() {
-        let sizes = [CALL_BYTES, 100_000, TURN_BYTES, 1 << 20];
-        let mut lanes = sizes.map(|bytes| (bytes, Allowance::default(), 0));
-        let (mut round, rounds) = (0, 1000);
-        while round < rounds {
-            round += 1;
-            for (bytes, allowance, moved) in &mut lanes {
-                allowance.begin(round);
-                while !allowance.is_used_up() {
-                    allowance.spend(*bytes);
-                    *moved += *bytes;
-                }
-            }
-        }
-        for (bytes, _, moved) in lanes {
-            assert!(moved.abs_diff(rounds * TURN_BYTES) <= bytes, "{moved} in calls of {bytes}");
-        }
-    }
-
-    #[test]
-    fn what_was_not_used_is_not_saved_and_what_was_overdrawn_is_paid_back_while_others_move() {
-        let mut allowance = Allowance::default();
-        allowance.begin(100);
-        assert_eq!(allowance.left, TURN_BYTES as i64);
-        allowance.spend(4 * TURN_BYTES);
-        allowance.begin(102);
-        assert!(allowance.is_used_up());
-        allowance.begin(104);
-        assert!(!allowance.is_used_up());
-        allowance.begin(1000);
-        (0..16).for_each(|_| allowance.spend(1));
-        assert!(allowance.is_used_up(), "calls count, however little they move");
     }
 }
