@@ -112,6 +112,9 @@ pub(crate) struct BenchArgs {
     /// Measure to the --listen of another machine.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["peers", "idle_peers"])]
     pub(crate) connect: Option<String>,
+    /// Encrypt the lanes, with a certificate that every build of this command has: it is the key that keeps strangers out.
+    #[arg(long)]
+    pub(crate) tls: bool,
     /// File with the key of both sides; or KVFERRY_PSK in the environment. Needed with --listen and --connect only.
     #[arg(long, value_name = "FILE")]
     pub(crate) key: Option<PathBuf>,

@@ -50,6 +50,21 @@ fn check(row: &Value, transport: &str, digest: bool) {
 }
 
 #[test]
+fn encrypted_lanes_are_measured_too() {
+    for transport in TRANSPORTS {
+        for direction in ["push", "both"] {
+            let found = report(&["--transport", transport, "--direction", direction, "--tls"]);
+            let rows = found["sizes"].as_array().expect("a list");
+            assert!(!rows.is_empty());
+            for row in rows {
+                check(row, transport, true);
+                assert_eq!(row["tls"], true);
+            }
+        }
+    }
+}
+
+#[test]
 fn every_transport_is_measured_in_every_direction_with_and_without_digests() {
     for transport in TRANSPORTS {
         for direction in ["push", "pull", "both"] {

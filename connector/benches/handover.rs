@@ -10,6 +10,9 @@
 //!
 //! With the word `sweep` it compares numbers of movers and of posts in flight instead, a hand-over each in every round:
 //! `cargo bench -p kvferry --bench handover -- 9 sweep`
+//!
+//! With the word `small` it measures how long requests of a few blocks take, one at a time, in microseconds:
+//! `cargo bench -p kvferry --bench handover -- 300 small [tcp|uds|cma|shm]`
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -45,6 +48,12 @@ fn main() {
     if std::env::args().any(|text| text == "sweep") {
         sweep("16 KiB runs, packed", "LPBNHC", "packed_run_bytes = 65536", 4, 4, rounds);
         sweep("512 KiB runs", "BLPNHC", "", 8, 8, rounds);
+        return;
+    }
+    if std::env::args().any(|text| text == "small") {
+        for blocks in [1, 2, 4, 8, 32] {
+            small(blocks, rounds, &path());
+        }
         return;
     }
     for (name, layout, layers, heads) in [
@@ -92,6 +101,28 @@ impl Raw {
     }
 }
 
+/// Hand-overs of a few blocks of 64 KiB each, one at a time.
+fn small(blocks: u32, rounds: usize, path: &str) {
+    let extra = ways(path);
+    let mut prefill = engine("prefill", "BLPNHC", shape(1, 8, 64), &extra);
+    let mut decode = engine("decode", "BLPNHC", shape(1, 8, 64), &extra);
+    let ids: Vec<BlockId> = (0..blocks).map(|id| BlockId::new(id * 37 % 64)).collect();
+    let mut figures = Vec::new();
+    for round in 0..rounds.max(1) {
+        let start = Instant::now();
+        hand_over(&mut prefill, &mut decode, &ids, &ids, round);
+        figures.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    figures.sort_unstable_by(f64::total_cmp);
+    let at = |part: f64| figures[((figures.len() - 1) as f64 * part) as usize];
+    println!("{:>6} KiB: p50 {:6.0} us   p90 {:6.0} us   least {:6.0} us", blocks * 64, at(0.5), at(0.9), at(0.0));
+}
+
+/// Allows one way, and what it needs beside it.
+fn ways(path: &str) -> String {
+    if path == "tcp" { "paths = ['tcp']".to_owned() } else { format!("paths = ['{path}', 'uds']") }
+}
+
 /// Hand-overs with each number of movers and of posts in flight, in turn.
 fn sweep(name: &str, layout: &str, extra: &str, layers: u16, heads: u16, rounds: usize) {
     println!("\n{name}\n  movers  posts   GB/s");
@@ -132,7 +163,7 @@ fn measure(name: &str, layout: &str, layers: u16, heads: u16, rounds: usize, pat
         "LPBNHC" => (shape(1).block_bytes() / u64::from(layers) / 2) as usize,
         _ => shape(1).block_bytes() as usize,
     };
-    let extra = if path == "tcp" { "paths = ['tcp']".to_owned() } else { format!("paths = ['{path}', 'uds']") };
+    let extra = ways(path);
     let mut prefill = engine("prefill", layout, shape(blocks), &extra);
     let mut decode = engine("decode", layout, shape(blocks), &extra);
     let order = |step| scattered(blocks as usize, step).into_iter().map(|id| BlockId::new(id as u32)).collect();
@@ -215,7 +246,7 @@ fn hand_over(prefill: &mut Engine, decode: &mut Engine, source: &[BlockId], targ
         for engine in [&mut *decode, &mut *prefill] {
             step(engine, &ScheduledStep::default());
         }
-        std::thread::sleep(std::time::Duration::from_micros(200));
+        std::thread::sleep(std::time::Duration::from_micros(if tokens > 1024 { 200 } else { 20 }));
     }
     decode.scheduler.finished(&id, target, EngineFinish::Complete);
 }

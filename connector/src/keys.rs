@@ -1,11 +1,11 @@
-//! The cluster's keys, read again when their files change.
+//! The cluster's keys and this node's certificates, read again when their files change.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use kvferry_protocol::wire::{ClusterKey, ClusterKeys};
-use kvferry_transport::Transport;
+use kvferry_transport::{Credentials, Transport};
 
 use crate::config::{ConfigError, KeyFiles, Network, PreSharedKey};
 use crate::error::ConnectorError;
@@ -13,12 +13,23 @@ use crate::error::ConnectorError;
 /// How often the files are looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The keys that a configuration gives.
-pub(crate) fn keys(network: &Network) -> Result<ClusterKeys, ConnectorError> {
-    let Some(own) = &network.psk else {
-        let problem = "tcp needs the cluster's key; name its file, or set KVFERRY_PSK".to_owned();
-        return Err(ConnectorError::Config { key: "psk_file", problem });
-    };
+/// The keys and certificates that a configuration gives.
+pub(crate) fn credentials(network: &Network) -> Result<Credentials, ConnectorError> {
+    let keys = network.psk.as_ref().map(|own| keys(network, own)).transpose()?;
+    match (&network.tls, keys) {
+        (Some(files), keys) => {
+            let refuse = |error| ConnectorError::Config { key: "tls_certificate_file", problem: chain(&error) };
+            Ok(Credentials::Tls { identity: files.read().map_err(refuse)?, keys })
+        }
+        (None, Some(keys)) => Ok(keys.into()),
+        (None, None) => {
+            let problem = "tcp needs the cluster's key; name its file, or set KVFERRY_PSK".to_owned();
+            Err(ConnectorError::Config { key: "psk_file", problem })
+        }
+    }
+}
+
+fn keys(network: &Network, own: &PreSharedKey) -> Result<ClusterKeys, ConnectorError> {
     let also = network.psk_also.iter().map(|psk| key("psk_also_file", psk)).collect::<Result<_, _>>()?;
     Ok(ClusterKeys::new(key("psk_file", own)?, also))
 }
@@ -27,28 +38,32 @@ fn key(name: &'static str, psk: &PreSharedKey) -> Result<ClusterKey, ConnectorEr
     ClusterKey::new(psk.expose()).map_err(|error| ConnectorError::Config { key: name, problem: error.to_string() })
 }
 
-/// Gives the transport new keys when the files hold others, until it is gone. A file that cannot be read or holds no key changes nothing.
+/// Gives the transport new keys and certificates when the files hold others, until it is gone. What cannot be read or used changes
+/// nothing; a certificate and its key that are replaced one after the other are taken with the second.
 pub(crate) fn watch(transport: &Arc<dyn Transport>, network: &Network) -> std::io::Result<()> {
-    if network.psk_files == KeyFiles::default() {
+    if network.psk_files == KeyFiles::default() && network.tls.is_none() {
         return Ok(());
     }
     let (transport, mut network) = (Arc::downgrade(transport), network.clone());
-    let mut seen = stamps(&network.psk_files);
+    let mut seen = stamps(&network);
     let look = move || {
         while let Some(transport) = after(&transport, LOOK) {
-            let found = stamps(&network.psk_files);
-            if std::mem::replace(&mut seen, found) == found {
+            let found = stamps(&network);
+            if seen == found {
                 continue;
             }
+            seen = found;
             match read(&mut network)
                 .map_err(|error| chain(&error))
-                .and_then(|()| keys(&network).map_err(|error| chain(&error)))
+                .and_then(|()| credentials(&network).map_err(|error| chain(&error)))
             {
-                Ok(keys) => {
-                    transport.set_keys(keys);
-                    tracing::info!("the cluster's keys were read again; sessions that are up stay");
+                Ok(credentials) => {
+                    transport.set_credentials(credentials);
+                    tracing::info!("keys and certificates were read again; sessions that are up stay");
                 }
-                Err(error) => tracing::warn!(error, "the cluster's keys changed and cannot be used; the old ones stay"),
+                Err(error) => {
+                    tracing::warn!(error, "keys or certificates changed and cannot be used; the old ones stay");
+                }
             }
         }
     };
@@ -72,12 +87,14 @@ fn read(network: &mut Network) -> Result<(), ConfigError> {
 /// When a file was changed, and how long it is.
 type Stamp = Option<(SystemTime, u64)>;
 
-fn stamps(files: &KeyFiles) -> [Stamp; 2] {
+fn stamps(network: &Network) -> Vec<Stamp> {
     let stamp = |path: &Path| {
         let metadata = std::fs::metadata(path).ok()?;
         Some((metadata.modified().ok()?, metadata.len()))
     };
-    [&files.own, &files.also].map(|path| path.as_deref().and_then(stamp))
+    let keys = [&network.psk_files.own, &network.psk_files.also].into_iter().flatten().map(|path| &**path);
+    let certificates = network.tls.iter().flat_map(|files| files.paths());
+    keys.chain(certificates).map(stamp).collect()
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
@@ -101,9 +118,9 @@ mod tests {
         let raw = crate::config::RawConfig::from_toml(&toml).unwrap();
         let config = crate::config::ConnectorConfig::try_from((raw, kvferry_protocol::Incarnation::new(1))).unwrap();
         let mut network = config.network().clone();
-        let (before, first) = (network.psk.clone(), stamps(&network.psk_files));
+        let (before, first) = (network.psk.clone(), stamps(&network));
         std::fs::write(&own, "short").unwrap();
-        assert_ne!(stamps(&network.psk_files), first);
+        assert_ne!(stamps(&network), first);
         assert!(read(&mut network).unwrap_err().to_string().contains("5 bytes"));
         assert_eq!(network.psk, before);
         std::fs::write(&own, "another key, long enough").unwrap();

@@ -13,7 +13,8 @@ use crate::keys;
 /// ([`greeting`](crate::pd::greeting) of the worker's cache).
 ///
 /// # Errors
-/// [`ConnectorError::Config`] for what no process of its own can use (loopback, or a missing key);
+/// [`ConnectorError::Config`] for what no process of its own can use (loopback, a missing key, files that changed and are no
+/// certificates any more);
 /// [`ConnectorError::Transport`] if the address cannot be bound.
 pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<dyn Transport>, ConnectorError> {
     let network = config.network();
@@ -22,7 +23,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
         let problem = "it joins workers of one process; make one with LoopbackNetwork, or write \"tcp\"".to_owned();
         return Err(refuse("transport", problem));
     }
-    let keys = keys::keys(network)?;
+    let credentials = keys::credentials(network)?;
     let defaults = TcpConfigFile::default();
     // At most an hour, so it fits. Four words are due in the time after which silence is believed.
     let silence_ms = config.deadlines().silence.as_millis() as u64;
@@ -34,6 +35,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
         // Restarts, replicas and ranks must not dial in step: the incarnation is drawn anew by each engine.
         redial_seed: config.peer().incarnation.get().rotate_left(config.peer().tp_rank.get().into()),
         paths: network.paths.clone(),
+        plain_payload: network.plain_payload,
         link_gbps: network.link_gbps,
         stall_ms: silence_ms,
         keepalive_ms: defaults.keepalive_ms.min(silence_ms / 4),
@@ -42,7 +44,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
     };
     let tcp =
         TcpConfig::try_from(file).map_err(|error| refuse(error.key, format!("{}: {}", error.found, error.fix)))?;
-    let endpoint = Tcp::bind(tcp, keys, config.peer().clone(), greeting);
+    let endpoint = Tcp::bind(tcp, credentials, config.peer().clone(), greeting);
     let what = || format!("cannot listen on {}", network.listen);
     let endpoint: Arc<dyn Transport> =
         Arc::new(endpoint.map_err(|source| ConnectorError::Transport { what: what(), source })?);

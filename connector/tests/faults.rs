@@ -3,11 +3,12 @@
 mod common;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use common::{Engine, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
 use kvferry::config::ConnectorConfig;
 use kvferry::contract::{Applied, EngineFinish, Scheduler};
-use kvferry_transport::{FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Transport};
+use kvferry_transport::{FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, PeerAddress, Transport};
 
 const TOKENS: u32 = 40;
 
@@ -80,5 +81,36 @@ fn lost_acknowledgements_and_duplicates_harm_nobody() {
     for seed in 0..4 {
         let rates = FaultRates { lose_ack: 200_000, duplicate: 200_000, delay: 200_000, ..FaultRates::default() };
         run("decode-first", rates, seed);
+    }
+}
+
+/// A load from an address where nobody is: once it failed nobody dials that address, while one that was asked for is kept.
+#[test]
+fn an_address_that_no_request_waits_for_is_not_dialled_any_more() {
+    let network = LoopbackNetwork::new();
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    let mut decode = Engine::new(&Setup { extra: "absent_deadline_ms = 50", ..Setup::decode() }, &make);
+    let nowhere = PeerAddress::Loopback(u64::MAX);
+    let wait_dialled = |engine: &mut Engine, want: u64| {
+        let deadline = Instant::now() + PATIENCE;
+        while engine.metrics.snapshot().addresses_dialled != want {
+            assert!(Instant::now() < deadline, "{want} should be dialled: {:?}", engine.metrics.snapshot());
+            engine.idle_step();
+            std::thread::yield_now();
+        }
+    };
+    for (number, id, kept) in [(1, "d1", 0), (2, "d2", 1)] {
+        let request = fetch(id, number, TOKENS, nowhere);
+        let blocks = decode.blocks(0, TOKENS);
+        start_load(&mut decode, &request, &blocks, 0);
+        let seen = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+        assert!(seen.failed[0].reason.contains("reach a loopback endpoint"), "{}", seen.failed[0].reason);
+        decode.finish(&request, &blocks, EngineFinish::Complete);
+        wait_dialled(&mut decode, kept);
+        // From now on it is to be reached in any case.
+        decode.worker.handle().connect(nowhere).unwrap();
+        wait_dialled(&mut decode, 1);
     }
 }

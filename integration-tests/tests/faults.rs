@@ -34,6 +34,8 @@ fn a_whole_pair_answers_like_one_process_and_holds_nothing_afterwards() {
     }
     assert!(received(&decode) > 0.0);
     assert_eq!(decode.metric("kvferry_recomputed_tokens_total", ""), 0.0);
+    assert_eq!(decode.metric("kvferry_sessions_by_path", "path=\"tcp\""), 1.0);
+    assert_eq!(decode.metric("kvferry_sessions_without_path", "path=\"shm\""), 1.0, "its configuration forbids it");
     decode.wait_until_free("decode");
     prefill.wait_until_free("prefill");
 }

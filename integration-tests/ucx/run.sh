@@ -21,4 +21,4 @@ while IFS= read -r variable; do
 done <<<"$variables"
 
 # The same selection as the other tests: another one has other features, and would build most crates again.
-cargo test --workspace --lib --test ucx -- --ignored --nocapture --test-threads=1 --skip the_other_process
+cargo test --workspace --lib --test ucx -- --ignored --nocapture --test-threads=1 --skip the_other_process --skip rdma::

@@ -5,7 +5,7 @@
 //! otherwise). They take turns; the ratio is the median of the rounds' ratios, so that what else the machine does weighs on both alike.
 //!
 //! `cargo bench -p kvferry-transport --bench tcp_goodput -- [--rounds N] [--mib N] [--lanes N] [--frame-kib N] [--threads N] [--only 1|2]
-//! [--link-gbps N] [--buffer-kib N] [--raw-buffer-kib N]`
+//! [--link-gbps N] [--buffer-kib N] [--raw-buffer-kib N] [--tls 1]`
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,9 @@ use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::{Node, RawPair, peer, scattered};
-use kvferry_transport::{Event, GrantKey, PathKind, Source, Tcp, TcpConfig, TcpConfigFile, Transport, Write};
+use kvferry_transport::{
+    Credentials, Event, GrantKey, PathKind, Source, Tcp, TcpConfig, TcpConfigFile, Transport, Write,
+};
 
 const ARENA_BYTES: usize = 128 << 20;
 const WRITE_BYTES: usize = 8 << 20;
@@ -32,15 +34,18 @@ struct Options {
     link_gbps: Option<f64>,
     buffer_bytes: Option<u32>,
     raw_buffer_bytes: usize,
+    /// Whether the transport's lanes are encrypted.
+    tls: bool,
 }
 
 fn main() {
     let options = options();
     println!(
-        "{} rounds of {} MiB, {} lanes, {} data threads a side, frames of {} KiB; GB/s, median (best)",
+        "{} rounds of {} MiB, {} lanes{}, {} data threads a side, frames of {} KiB; GB/s, median (best)",
         options.rounds,
         options.total_bytes >> 20,
         options.lanes,
+        if options.tls { " in TLS" } else { "" },
         options.threads,
         options.frame_bytes >> 10
     );
@@ -115,6 +120,7 @@ fn options() -> Options {
         link_gbps: None,
         buffer_bytes: None,
         raw_buffer_bytes: 128 << 10,
+        tls: false,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
@@ -131,9 +137,10 @@ fn options() -> Options {
             "--buffer-kib" => options.buffer_bytes = Some((value << 10) as u32),
             "--raw-buffer-kib" => options.raw_buffer_bytes = value << 10,
             "--link-gbps" => options.link_gbps = Some(value as f64),
+            "--tls" => options.tls = value != 0,
             "--frame-kib" => options.frame_bytes = (value << 10) as u32,
             other => panic!(
-                "{other}: give --rounds, --mib, --lanes, --threads, --frame-kib, --link-gbps, --buffer-kib, --raw-buffer-kib or --only"
+                "{other}: give --rounds, --mib, --lanes, --threads, --frame-kib, --link-gbps, --buffer-kib, --raw-buffer-kib, --tls or --only"
             ),
         }
     }
@@ -160,6 +167,16 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
+fn credentials(tls: bool) -> Credentials {
+    #[cfg(feature = "tls")]
+    if tls {
+        use kvferry_transport::testing::certificates;
+        return certificates::tls("a", &["authority"], kvferry_transport::tls::TlsNames::Any).into();
+    }
+    assert!(!tls, "this build has no TLS");
+    ClusterKey::new(&[1; 32]).expect("a legal key").into()
+}
+
 struct Ours {
     sender: Node,
     receiver: Node,
@@ -182,8 +199,7 @@ impl Ours {
                 ..TcpConfigFile::default()
             };
             let config = TcpConfig::try_from(file).expect("a legal configuration");
-            let key = ClusterKey::new(&[1; 32]).expect("a legal key");
-            Box::new(Tcp::bind(config, key, peer, greeting).expect("an endpoint"))
+            Box::new(Tcp::bind(config, credentials(options.tls), peer, greeting).expect("an endpoint"))
         };
         let mut sender = Node::new(&make, peer("sender", 1), ARENA_BYTES);
         let mut receiver = Node::new(&make, peer("receiver", 1), ARENA_BYTES);

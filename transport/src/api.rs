@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::ClusterKeys;
 use kvferry_protocol::{PeerId, RegionId};
 
+use crate::credentials::Credentials;
 use crate::error::TransportError;
 
 /// One way of moving bytes between this endpoint and its peers.
@@ -46,6 +46,9 @@ pub trait Transport: Send + Sync + 'static {
     /// # Errors
     /// [`TransportError::Limit`] if too many peers are being reached.
     fn connect(&self, address: &PeerAddress) -> Result<(), TransportError>;
+
+    /// Stops trying to reach an address. A session with who is there stays; when it ends it is not dialled again.
+    fn forget(&self, address: &PeerAddress);
 
     /// Ends the session with a peer and stops trying to reach it. Posts to it fail, grants to it are revoked.
     fn disconnect(&self, peer: &PeerId, reason: &str);
@@ -90,9 +93,12 @@ pub trait Transport: Send + Sync + 'static {
     /// Moves events into `events`; waits up to `timeout` if there are none.
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration);
 
-    /// Changes the keys by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from now on uses these.
-    /// A transport without proofs does nothing.
-    fn set_keys(&self, keys: ClusterKeys);
+    /// Makes the [`poll`](Transport::poll) that waits, or else the next one, return without waiting on.
+    fn interrupt(&self);
+
+    /// Changes the keys or certificates by which peers prove themselves. Sessions that are up stay; what is dialled or accepted from
+    /// now on uses these. Whether lanes are encrypted does not change. A transport without proofs does nothing.
+    fn set_credentials(&self, credentials: Credentials);
 
     /// Counters since the start.
     fn stats(&self) -> TransportStats;

@@ -14,7 +14,7 @@ pub enum TransportError {
         peer: String,
     },
     /// The peer did not prove that it belongs to the cluster, or we did not prove it to the peer.
-    #[error("{peer}: {problem}; give both sides the same key")]
+    #[error("{peer}: {problem}; give both sides the same key, or certificates of the same authority")]
     Authentication {
         /// The peer's address.
         peer: String,
@@ -39,6 +39,14 @@ pub enum TransportError {
         /// The system's word.
         #[source]
         source: Arc<io::Error>,
+    },
+    /// A path whose payload is not encrypted, beside lanes that are.
+    #[error(
+        "payload over {path} is not encrypted, as the lanes are: leave it out of the paths, or allow plain payload"
+    )]
+    Plain {
+        /// The path.
+        path: &'static str,
     },
     /// A limit was reached.
     #[error("{what}: {found} is over the limit of {limit}")]

@@ -8,6 +8,7 @@
 
 pub mod api;
 mod core;
+mod credentials;
 mod error;
 mod ffi;
 mod loopback;
@@ -17,11 +18,13 @@ mod share;
 mod tcp;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod tls;
 pub mod ucx;
 
 #[cfg(feature = "planted")]
 pub use self::core::Planted;
 pub use api::*;
+pub use credentials::Credentials;
 pub use error::TransportError;
 pub use loopback::{FaultPlan, FaultRates, Loopback, LoopbackConfig, LoopbackNetwork};
 pub use tcp::{ConfigError, Tcp, TcpConfig, TcpConfigFile};

@@ -5,7 +5,8 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing as held_back;
 use kvferry_transport::{
-    FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, PathKind, Tcp, TcpConfig, TcpConfigFile, Transport,
+    Credentials, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, PathKind, Tcp, TcpConfig, TcpConfigFile,
+    Transport,
 };
 
 /// Events that an endpoint keeps before it reads no more: few for the one called `b`.
@@ -14,9 +15,23 @@ fn events(peer: &PeerId, usual: usize) -> usize {
 }
 
 fn tcp(file: TcpConfigFile, peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
+    tcp_with(file, key(), peer, greeting)
+}
+
+fn tcp_with(file: TcpConfigFile, credentials: Credentials, peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
     let file = TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, ..file };
     let config = TcpConfig::try_from(file).unwrap();
-    Box::new(Tcp::bind(config, ClusterKey::new(&[7; 32]).unwrap(), peer, greeting).unwrap())
+    Box::new(Tcp::bind(config, credentials, peer, greeting).unwrap())
+}
+
+/// All nodes show the same certificate.
+#[cfg(feature = "tls")]
+fn tls() -> Credentials {
+    kvferry_transport::testing::certificates::tls("a", &["authority"], kvferry_transport::tls::TlsNames::Any).into()
+}
+
+fn key() -> Credentials {
+    ClusterKey::new(&[7; 32]).unwrap().into()
 }
 
 mod loopback {
@@ -86,12 +101,14 @@ mod ucx {
 
 /// Payload over one of the ways between processes.
 macro_rules! between_processes {
-    ($($name:ident: $path:expr),+ $(,)?) => {$(
+    ($($(#[$attribute:meta])* $name:ident: $path:expr, $credentials:expr;)+) => {$(
+        $(#[$attribute])*
         mod $name {
             use super::*;
 
             kvferry_transport::contract_tests!(|peer, greeting| -> Box<dyn Transport> {
-                super::tcp(TcpConfigFile { paths: $path.to_vec(), ..TcpConfigFile::default() }, peer, greeting)
+                let file = TcpConfigFile { paths: $path.to_vec(), ..TcpConfigFile::default() };
+                super::tcp_with(file, $credentials, peer, greeting)
             });
 
             #[test]
@@ -99,7 +116,7 @@ macro_rules! between_processes {
                 held_back(&|peer, greeting| {
                     let usual = TcpConfigFile { paths: $path.to_vec(), ..TcpConfigFile::default() };
                     let max_events = events(&peer, usual.max_events as usize) as u32;
-                    super::tcp(TcpConfigFile { max_events, ..usual }, peer, greeting)
+                    super::tcp_with(TcpConfigFile { max_events, ..usual }, $credentials, peer, greeting)
                 });
             }
         }
@@ -107,10 +124,16 @@ macro_rules! between_processes {
 }
 
 between_processes! {
-    tcp: [PathKind::Tcp],
-    unix_sockets: [PathKind::UnixSocket],
-    shared_memory: [PathKind::SharedMemory, PathKind::UnixSocket],
-    process_memory: [PathKind::ProcessMemory, PathKind::UnixSocket],
+    tcp: [PathKind::Tcp], key();
+    unix_sockets: [PathKind::UnixSocket], key();
+    shared_memory: [PathKind::SharedMemory, PathKind::UnixSocket], key();
+    process_memory: [PathKind::ProcessMemory, PathKind::UnixSocket], key();
+    #[cfg(feature = "tls")]
+    tls_over_tcp: [PathKind::Tcp], tls();
+    #[cfg(feature = "tls")]
+    tls_over_unix_sockets: [PathKind::UnixSocket], tls();
+    #[cfg(feature = "tls")]
+    tls_beside_shared_memory: [PathKind::SharedMemory, PathKind::UnixSocket], tls();
 }
 
 /// Over soft-RoCE too: `integration-tests/softroce/run.sh`. Its guest is slow, so requests are short.

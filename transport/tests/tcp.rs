@@ -121,8 +121,8 @@ fn a_cluster_changes_its_key_while_sessions_go_on() {
         b.transport.revoke(grant);
     };
     for (at, (of_a, of_b)) in steps.into_iter().enumerate() {
-        a.transport.set_keys(of_a);
-        b.transport.set_keys(of_b);
+        a.transport.set_credentials(of_a.into());
+        b.transport.set_credentials(of_b.into());
         works(&mut a, &mut b); // what is up stays up
         b.transport.disconnect(&a.peer, "to prove itself anew");
         a.wait_down(&b.peer.clone());
@@ -131,7 +131,7 @@ fn a_cluster_changes_its_key_while_sessions_go_on() {
         works(&mut a, &mut b);
         assert_eq!(a.transport.stats().refused_peers, 0, "step {at}");
     }
-    a.transport.set_keys(old.into());
+    a.transport.set_credentials(old.into());
     b.transport.disconnect(&a.peer, "to prove itself anew");
     a.wait("a refusal", |event| matches!(event, Event::Down { reason: TransportError::Authentication { .. }, .. }));
 }

@@ -6,7 +6,10 @@ use bytes::Bytes;
 use kvferry::config::PreSharedKey;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
-use kvferry_transport::{PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
+use kvferry_transport::tls::{TlsError, TlsIdentity, TlsNames, TlsPem};
+use kvferry_transport::{
+    Credentials, PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
+};
 
 use crate::args::Kind;
 use crate::error::CliError;
@@ -28,6 +31,8 @@ pub(crate) struct Setup {
     /// The most peers.
     pub(crate) peers: u32,
     pub(crate) key: PreSharedKey,
+    /// Whether lanes are encrypted.
+    pub(crate) tls: bool,
     /// What this side calls itself.
     pub(crate) name: Option<String>,
 }
@@ -43,6 +48,7 @@ impl Setup {
             data_threads: defaults.data_threads,
             peers: defaults.max_peers,
             key,
+            tls: false,
             name: None,
         }
     }
@@ -110,7 +116,7 @@ pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliE
         CliError::argument(argument, &error.found, error.fix)
     })?;
     let what = format!("cannot listen on {}", setup.listen.as_deref().unwrap_or("the loopback address"));
-    let tcp = Tcp::bind(config, cluster_key(&setup.key)?, peer, Bytes::new()).map_err(CliError::transport(what))?;
+    let tcp = Tcp::bind(config, credentials(setup)?, peer, Bytes::new()).map_err(CliError::transport(what))?;
     Ok(Box::new(tcp))
 }
 
@@ -129,6 +135,21 @@ fn peer(name: &str) -> Result<PeerId, CliError> {
     })?;
     let incarnation = Incarnation::new(u64::from_le_bytes(random));
     Ok(PeerId { engine, incarnation, pp_rank: PpRank::new(0), tp_rank: TpRank::new(0) })
+}
+
+fn credentials(setup: &Setup) -> Result<Credentials, CliError> {
+    let key = cluster_key(&setup.key)?;
+    if !setup.tls {
+        return Ok(key.into());
+    }
+    let pem = TlsPem {
+        certificate: include_bytes!("tls/node.pem"),
+        key: include_bytes!("tls/node.key.pem"),
+        authority: include_bytes!("tls/authority.pem"),
+        names: TlsNames::Any,
+    };
+    let refuse = |error: TlsError| CliError::argument("--tls", "cannot be used here", error.to_string());
+    Ok(Credentials::Tls { identity: TlsIdentity::new(&pem).map_err(refuse)?, keys: Some(key.into()) })
 }
 
 fn cluster_key(psk: &PreSharedKey) -> Result<ClusterKey, CliError> {

@@ -24,6 +24,7 @@ mod words;
 
 use std::process::ExitCode;
 
+use kvferry::config::PreSharedKey;
 use kvferry_transport::PathReport;
 use serde::Serialize;
 
@@ -42,7 +43,7 @@ pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     let options = if options.quick { &quick } else { options };
     if let Some(listen) = &options.listen {
         let key = key::given(options.key.as_deref())?;
-        let setup = Setup { listen: Some(listen.clone()), ..Setup::new(Some(options.transport), options.lanes, key) };
+        let setup = Setup { listen: Some(listen.clone()), ..setup(options, key) };
         return serve::run(&setup, options.memory.0, options.until_input_ends).map(|()| ExitCode::SUCCESS);
     }
     if let Some(counts) = &options.crowd {
@@ -57,18 +58,22 @@ pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     let report = match &options.connect {
         Some(address) => {
             let key = key::given(options.key.as_deref())?;
-            measure(options, cases, Setup::new(Some(options.transport), options.lanes, key), address)?
+            measure(options, cases, setup(options, key), address)?
         }
         None => {
             let (key, text) = key::drawn()?;
             // Refuses here what it would refuse in the other process.
-            let setup = Setup::new(Some(options.transport), options.lanes, key);
+            let setup = setup(options, key);
             drop(endpoint::open(&setup, "bench-measuring")?);
             let other_side = OtherSide::start(options, &text)?;
             measure(options, cases, setup, &other_side.address)?
         }
     };
     print(options, &report)
+}
+
+fn setup(options: &BenchArgs, key: PreSharedKey) -> Setup {
+    Setup { tls: options.tls, ..Setup::new(Some(options.transport), options.lanes, key) }
 }
 
 fn cases(options: &BenchArgs) -> Result<Vec<Case>, CliError> {

@@ -29,6 +29,7 @@ impl OtherSide {
         command.args(["bench", "--until-input-ends", "--listen", super::endpoint::NEAR]);
         command.args(["--transport", options.transport.name()]);
         command.args(["--lanes", &options.lanes.to_string(), "--memory", &options.memory.0.to_string()]);
+        command.args(options.tls.then_some("--tls"));
         command.env(key::VARIABLE, key).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(CliError::io("the other side cannot be started"))?;
         let mut line = String::new();

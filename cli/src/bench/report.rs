@@ -30,6 +30,8 @@ pub(crate) struct Row {
     /// Writes under way at once.
     pub(crate) posts: u32,
     pub(crate) lanes: u16,
+    /// Whether they were encrypted.
+    pub(crate) tls: bool,
     pub(crate) direction: Direction,
     pub(crate) digest: bool,
     /// Which share of a pass's bytes stayed in place until the receiver copied them: 1 for memory that is shared or read.
@@ -108,9 +110,10 @@ impl Report {
         let mut out = String::new();
         let Some(first) = self.sizes.first() else { return out };
         let digest = if first.digest { "digests on both sides" } else { "no digests" };
+        let tls = if first.tls { " in TLS" } else { "" };
         let _ = writeln!(
             out,
-            "{}, {}, {} lanes, {digest}; GB/s are medians, microseconds p50 / p99 / p999",
+            "{}, {}, {} lanes{tls}, {digest}; GB/s are medians, microseconds p50 / p99 / p999",
             first.transport.name(),
             first.direction.name(),
             first.lanes

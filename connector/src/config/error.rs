@@ -49,6 +49,17 @@ pub enum ConfigError {
         /// What to write instead.
         fix: String,
     },
+    /// Certificates cannot be used.
+    #[error("{key} names {}, which cannot be used for TLS", path.display())]
+    Tls {
+        /// The key.
+        key: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: kvferry_transport::tls::TlsError,
+    },
     /// The pre-shared key is too short or too long.
     #[error(
         "the pre-shared key from {origin} has {bytes} bytes: use {min} to {max} random bytes, \

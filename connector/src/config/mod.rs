@@ -9,7 +9,7 @@
 //! 4. what the program sets in [`RawConfig`] itself, from its command line.
 //!
 //! The pre-shared key never stands in the file: it comes from the file that `psk_file` names, or from `KVFERRY_PSK`, and is not
-//! shown by any `Debug` or error. The incarnation is no key: whoever starts the engine draws it at random, since a restarted
+//! shown by any `Debug` or error. Certificates are files, too, named by `tls_certificate_file` and its two fellows. The incarnation is no key: whoever starts the engine draws it at random, since a restarted
 //! engine that kept its old one would be taken for the old one.
 //!
 //! ```
@@ -26,6 +26,7 @@
 mod error;
 mod psk;
 mod raw;
+mod tls;
 mod typed;
 
 use std::ffi::OsString;
@@ -38,8 +39,9 @@ use kvferry_protocol::Incarnation;
 pub use error::ConfigError;
 pub use psk::PreSharedKey;
 pub use raw::{KEYS, Key, Origins, RawConfig, table};
+pub use tls::TlsFiles;
 pub use typed::{
-    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Network, Role, TransferOrder, TransportKind,
+    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Names, Network, Role, TransferOrder, TransportKind,
 };
 
 impl ConnectorConfig {

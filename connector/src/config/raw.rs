@@ -97,8 +97,13 @@ keys! {
     listen: String, "`127.0.0.1:0`", "IP and port on which peers are accepted; port 0 takes a free one.";
     advertise: String, "what is bound", "IP and port that peers are told; needed if `listen` is 0.0.0.0 or `[::]`.";
     peers: Vec<String>, "none", "IP and port of each engine to reach at the start.";
-    psk_file: String, "none", "File with the pre-shared key (or set `KVFERRY_PSK` to the key itself); required for `tcp`. A file that changes is read again, so the key can be changed without a restart.";
+    psk_file: String, "none", "File with the pre-shared key (or set `KVFERRY_PSK` to the key itself); `tcp` needs it, or certificates, or both. A file that changes is read again, so the key can be changed without a restart.";
     psk_also_file: String, "none", "File with another key that peers may prove themselves with, while keys are changed; an empty file holds none.";
+    tls_certificate_file: String, "none", "File with this node's certificate chain (PEM, its own certificate first): every connection then goes through mutual TLS, on all nodes or none. It serves both ways, so its extended key usage, if it has one, says client and server. Read again when it changes, as the next two.";
+    tls_key_file: String, "none", "File with the certificate's private key (PEM).";
+    tls_authority_file: String, "none", "File with the certificates of the cluster's own authorities (PEM), several while one is replaced. Whoever has a certificate of one of them is a member: no public authority belongs here.";
+    tls_names: String, "`any`", "What a peer's certificate must say: `any` (nothing: every certificate of the authority admits), or `engine` (the peer's `engine_id` is a DNS name among its alternative names).";
+    plain_payload: bool, "false", "Whether a path whose K/V is not encrypted (`rdma`, `ucx`) may be named beside TLS.";
     lanes: u64, "2 on one host, 4 to others", "Data connections to each peer, 1 to 64.";
     paths: Vec<String>, "all", "Ways that K/V may go: `shm` (shared memory), `cma` (read out of the peer's process), `uds` (Unix sockets), all three on one host, and `tcp`; the best that both sides have is taken.";
     link_gbps: f64, "no limit", "Most gigabits a second sent over one link, in all its lanes.";

@@ -70,6 +70,11 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("peers", "['10.0.0.1:1', '10.0.0.2:2']"),
         ("psk_file", "'Cargo.toml'"),
         ("psk_also_file", "'Cargo.toml'"),
+        ("tls_certificate_file", "'Cargo.toml'"),
+        ("tls_key_file", "'Cargo.toml'"),
+        ("tls_authority_file", "'Cargo.toml'"),
+        ("tls_names", "'engine'"),
+        ("plain_payload", "true"),
         ("lanes", "2"),
         ("paths", "['uds', 'tcp']"),
         ("link_gbps", "12.5"),
@@ -108,7 +113,9 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
     let mut environment = RawConfig::default();
     environment.overlay_env(variables).unwrap();
     assert_eq!(file, environment);
-    let raw = RawConfig { psk_file: None, psk_also_file: None, ..file };
+    // What these name is read where it stands, and this file holds nothing of the kind.
+    let mut raw = RawConfig { psk_file: None, psk_also_file: None, tls_names: None, ..file };
+    (raw.tls_certificate_file, raw.tls_key_file, raw.tls_authority_file) = (None, None, None);
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
     assert_eq!(config.peer().to_string(), "d.1#1/pp2tp3");
     assert_eq!(config.deadlines().verdict, Duration::from_millis(400));
@@ -230,6 +237,51 @@ fn the_pre_shared_key_is_read_from_a_file_without_its_line_end() {
     std::fs::remove_dir_all(&folder).unwrap();
     let error = told(&load(&toml, &[]).unwrap_err());
     assert!(error.contains("psk_file names") && error.contains("No such file"), "{error}");
+}
+
+#[test]
+fn certificates_are_files_that_fit_each_other_and_replace_the_key_or_go_beside_it() {
+    use kvferry_transport::testing::certificates::{authority_pem, node_pem};
+
+    let folder = std::env::temp_dir().join(format!("kvferry-config-tls-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name);
+    let (certificate, key) = node_pem("a");
+    for (name, text) in [
+        ("certificate", certificate),
+        ("key", key),
+        ("authority", &authority_pem(&["authority", "other"])),
+        ("another", node_pem("b").1),
+        ("nothing", b"\n"),
+    ] {
+        std::fs::write(path(name), text).unwrap();
+    }
+    let toml = |certificate: &str, key: &str, authority: &str| {
+        let [certificate, key, authority] = [certificate, key, authority].map(path);
+        format!(
+            "{BASE}tls_certificate_file = {certificate:?}\ntls_key_file = {key:?}\ntls_authority_file = {authority:?}\n"
+        )
+    };
+    let whole = toml("certificate", "key", "authority");
+    let config = load(&whole, &[]).unwrap();
+    let files = config.network().tls.as_ref().unwrap();
+    assert_eq!((files.names, &files.key, config.network().psk.is_none()), (Names::Any, &path("key"), true));
+    let config = load(&whole, &[("KVFERRY_PSK", SECRET), ("KVFERRY_TLS_NAMES", "engine")]).unwrap();
+    assert_eq!(config.network().tls.as_ref().unwrap().names, Names::Engine);
+    assert!(config.network().psk.is_some());
+    for (toml, words) in [
+        (toml("missing", "key", "authority"), ["tls_certificate_file names", "No such file"]),
+        (toml("nothing", "key", "authority"), ["tls_certificate_file names", "there is none"]),
+        (toml("certificate", "another", "authority"), ["tls_key_file names", "the certificate's own"]),
+        (toml("certificate", "key", "nothing"), ["tls_authority_file names", "there is none"]),
+        (format!("{BASE}tls_key_file = {:?}", path("key")), ["tls_certificate_file is missing", "all three"]),
+        (format!("{BASE}tls_names = 'any'"), ["tls_certificate_file is missing", "all three"]),
+        (format!("{whole}tls_names = 'all'"), ["tls_names = \"all\"", "any, engine"]),
+    ] {
+        let error = told(&load(&toml, &[("KVFERRY_PSK", SECRET)]).unwrap_err());
+        assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
 use kvferry_transport::PathKind;
 
-use super::{ConfigError, PreSharedKey, RawConfig, read_limited};
+use super::{ConfigError, PreSharedKey, RawConfig, TlsFiles, read_limited};
 
 /// A connector's configuration, checked. Made from a [`RawConfig`] and the incarnation that the caller drew.
 #[derive(Clone, Debug, PartialEq)]
@@ -96,7 +96,7 @@ macro_rules! choice {
         pub enum $name { $($(#[$variant_doc])+ $variant,)+ }
 
         impl $name {
-            const TEXTS: &[&str] = &[$($text,)+];
+            pub(super) const TEXTS: &[&str] = &[$($text,)+];
 
             /// Reads the word of the configuration file.
             #[must_use]
@@ -158,6 +158,16 @@ choice! {
     }
 }
 
+choice! {
+    /// What a peer's certificate must say of its holder.
+    Names {
+        /// Nothing.
+        Any = "any",
+        /// The engine's id.
+        Engine = "engine",
+    }
+}
+
 /// How peers are reached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Network {
@@ -169,12 +179,16 @@ pub struct Network {
     pub advertise: Option<SocketAddr>,
     /// Engines to reach at the start.
     pub peers: Vec<SocketAddr>,
-    /// The cluster's secret; always there for TCP.
+    /// The cluster's secret; always there for TCP without certificates.
     pub psk: Option<PreSharedKey>,
     /// Another key that peers may prove themselves with.
     pub psk_also: Option<PreSharedKey>,
     /// The files that the keys came from, to be read again when they change.
     pub psk_files: KeyFiles,
+    /// Where the certificates are, if connections go through TLS.
+    pub tls: Option<TlsFiles>,
+    /// Whether paths that are not encrypted may be named beside TLS.
+    pub plain_payload: bool,
     /// Data connections to each peer; `None`: what the transport found best.
     pub lanes: Option<NonZeroU16>,
     /// Ways that K/V may go; not empty.
@@ -370,13 +384,14 @@ impl TryFrom<RawConfig> for Network {
                 "peers on other hosts would find themselves there; write the IP by which they reach this host".into();
             return Err(value("advertise", told, fix));
         }
+        let tls = TlsFiles::named(&raw)?;
         let is_read = raw.psk.is_none();
         let psk = match (raw.psk, &raw.psk_file) {
             (Some(psk), _) => Some(psk),
             (None, Some(path)) => Some(KeyFiles::read("psk_file", Path::new(path))?),
-            (None, None) if transport == TransportKind::Tcp => {
-                let fix =
-                    "put 16 random bytes or more into a file and name it (openssl rand -hex 32), or set KVFERRY_PSK";
+            (None, None) if transport == TransportKind::Tcp && tls.is_none() => {
+                let fix = "put 16 random bytes or more into a file and name it (openssl rand -hex 32), or set KVFERRY_PSK, \
+                           or give certificates (tls_certificate_file)";
                 return Err(ConfigError::Missing { key: "psk_file", fix });
             }
             (None, None) => None,
@@ -398,6 +413,8 @@ impl TryFrom<RawConfig> for Network {
             psk,
             psk_also: psk_also.as_deref().map(KeyFiles::read_other).transpose()?.flatten(),
             psk_files: KeyFiles { own: raw.psk_file.filter(|_| is_read).map(PathBuf::from), also: psk_also },
+            tls,
+            plain_payload: raw.plain_payload.unwrap_or(false),
             lanes: raw
                 .lanes
                 .map(|lanes| number("lanes", Some(lanes), 1, 1..=64))
@@ -438,7 +455,7 @@ fn milliseconds(key: &str, found: Option<u64>, default: u64) -> Result<Duration,
     number(key, found, default, 1..=3_600_000).map(Duration::from_millis)
 }
 
-fn choose<T>(
+pub(super) fn choose<T>(
     key: &str,
     found: Option<&str>,
     from_word: impl Fn(&str) -> Option<T>,

@@ -1,7 +1,7 @@
 //! The one table of metrics: name, instrument, meaning. Names end in their unit; counters in `_total`.
 
 use super::instrument::{ByLabel, Counter, Family, Gauge, Histogram, HistogramValues, Instrument, Sink};
-use super::label::{DropReason, FailureReason, RefusalReason, ReturnRefusal, Side, TierDrop};
+use super::label::{DropReason, FailureReason, Path, RefusalReason, ReturnRefusal, Side, TierDrop};
 use super::prometheus::{Definition, Page};
 use crate::pool::PoolCounts;
 
@@ -107,6 +107,12 @@ metrics! {
         "Messages and reports that were dropped, by reason.";
     engine_messages_waiting: Gauge => u64,
         "Messages of peers' engines that found this engine's queue full and wait for room in it.";
+    addresses_dialled: Gauge => u64,
+        "Addresses that this engine reaches, or tries to.";
+    sessions_by_path: Family<Path, Gauge> => ByLabel<Path, u64>,
+        "Sessions whose K/V goes this way.";
+    sessions_without_path: Family<Path, Gauge> => ByLabel<Path, u64>,
+        "Sessions whose K/V would go this way, which is better than theirs, if it could; the log says why it cannot.";
     sessions_live: Gauge => u64,
         "Peers with a session.";
     sessions_lost_total: Counter => u64,

@@ -1,6 +1,7 @@
 //! By what metrics are told apart: small closed sets, so that a page cannot grow.
 
 use kvferry_protocol::message::Reason;
+use kvferry_transport::PathKind;
 
 /// A closed set of label values, or of combinations of them.
 pub trait Labels: Copy + 'static {
@@ -49,6 +50,43 @@ label! {
         Send = "send",
         /// The decode side, whose granted memory is filled.
         Receive = "receive",
+    }
+}
+
+label! {
+    /// A way for K/V to go.
+    Path as "path" {
+        /// Inside one process.
+        Loopback = "loopback",
+        /// Memory that both processes map.
+        SharedMemory = "shm",
+        /// Out of the sender's process.
+        ProcessMemory = "cma",
+        /// Unix sockets.
+        UnixSocket = "uds",
+        /// An RDMA device.
+        Rdma = "rdma",
+        /// UCX.
+        Ucx = "ucx",
+        /// TCP.
+        Tcp = "tcp",
+        /// One that this release does not know.
+        Other = "other",
+    }
+}
+
+impl From<PathKind> for Path {
+    fn from(kind: PathKind) -> Self {
+        match kind {
+            PathKind::Loopback => Self::Loopback,
+            PathKind::SharedMemory => Self::SharedMemory,
+            PathKind::ProcessMemory => Self::ProcessMemory,
+            PathKind::UnixSocket => Self::UnixSocket,
+            PathKind::Rdma => Self::Rdma,
+            PathKind::Ucx => Self::Ucx,
+            PathKind::Tcp => Self::Tcp,
+            _ => Self::Other,
+        }
     }
 }
 

@@ -22,7 +22,7 @@ mod prometheus;
 
 pub use catalogue::{ConnectorMetrics, DEFINITIONS, Metrics};
 pub use instrument::{ByLabel, Counter, Family, Gauge, Histogram, HistogramValues, Kind};
-pub use label::{DropReason, FailureReason, Labels, RefusalReason, ReturnRefusal, Side, TierDrop};
+pub use label::{DropReason, FailureReason, Labels, Path, RefusalReason, ReturnRefusal, Side, TierDrop};
 pub use prometheus::{CONTENT_TYPE, Definition, table};
 
 #[cfg(test)]

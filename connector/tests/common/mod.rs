@@ -301,7 +301,9 @@ pub(crate) fn start_load(engine: &mut Engine, request: &Request, blocks: &[Block
         other => panic!("{other:?}"),
     };
     engine.scheduler.allocated(request, blocks, local, n).unwrap();
-    engine.idle_step();
+    // What comes of it is for a later poll: it may come at once.
+    let meta = engine.scheduler.build_step(&ScheduledStep::default());
+    engine.worker.begin_step(meta).unwrap();
 }
 
 /// Steps both engines until neither holds anything for a transfer.

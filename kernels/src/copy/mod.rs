@@ -2,18 +2,14 @@
 //!
 //! All bounds are checked before the first byte moves. Gathering is a plan whose destination is packed, scattering one whose
 //! source is; nothing here knows the difference.
-#![deny(unsafe_code)]
 
+mod hash;
 mod pack;
 mod raw;
 
-use std::ops::Range;
-
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
-use kvferry_protocol::layout::{
-    CacheView, CopyPlan, PageCopy, Place, PlanError, Selection, Side, Strip, plan_in_place,
-};
+use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, PlanError, Selection, Side, plan_in_place};
 
 pub use pack::pack_with_digest;
 pub use raw::RegionTable;
@@ -121,7 +117,7 @@ fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable, keys: &mu
     let mut digest = Digest::ZERO;
     for plane in 0..page.planes() {
         strip_keys(page, plane, keys);
-        digest += strip_digest(regions, &page.strip(plane, side), keys, page.tokens());
+        digest += raw::strip_digest(regions, &page.strip(plane, side), keys, page.tokens());
     }
     digest
 }
@@ -130,30 +126,6 @@ fn page_digest(page: &PageCopy<'_>, side: Side, regions: &RegionTable, keys: &mu
 fn strip_keys(page: &PageCopy<'_>, plane: usize, keys: &mut Vec<HeadKey>) {
     keys.clear();
     keys.extend(page.heads().map(|head| HeadKey::new(page.layer(), plane as u8, head)));
-}
-
-/// Digests a strip in the order in which it lies in memory.
-fn strip_digest(regions: &RegionTable, strip: &Strip, keys: &[HeadKey], tokens: Range<u32>) -> Digest {
-    let Strip { place, head_stride, token_stride, run_bytes } = *strip;
-    let mut digest = Digest::ZERO;
-    let mut add = |key: HeadKey, token: u32, offset: u64| {
-        let at = Place { region: place.region, offset };
-        digest.add_run(raw::hash_run(regions, at, run_bytes, key.run(token)));
-    };
-    if head_stride < token_stride {
-        for (token, n) in tokens.zip(0_u64..) {
-            for (&key, h) in keys.iter().zip(0_u64..) {
-                add(key, token, place.offset + n * token_stride + h * head_stride);
-            }
-        }
-    } else {
-        for (&key, h) in keys.iter().zip(0_u64..) {
-            for (token, n) in tokens.clone().zip(0_u64..) {
-                add(key, token, place.offset + h * head_stride + n * token_stride);
-            }
-        }
-    }
-    digest
 }
 
 #[cfg(test)]

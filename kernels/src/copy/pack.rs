@@ -6,7 +6,7 @@ use kvferry_protocol::layout::{CopyPlan, Place, Side, Strip};
 use kvferry_protocol::pages::Extent;
 
 use super::raw::RegionTable;
-use super::{CopyError, check, raw, strip_digest, strip_keys};
+use super::{CopyError, check, raw, strip_keys};
 
 /// Packs a plan's source bytes into `out`, in the order of [`CopyPlan::window_extents`], and digests them: one pass over the
 /// source, a strip (one plane of one layer of one block) at a time, digested in the slab while the processor's cache holds it.
@@ -32,7 +32,7 @@ pub fn pack_with_digest(plan: &CopyPlan, src: &RegionTable, out: &mut [u8]) -> R
             let to = order.packed(&page.strip(plane, Side::Destination), heads, tokens);
             copy_strip(src, &from, &slab, &to, heads, tokens);
             strip_keys(&page, plane, &mut keys);
-            digest += strip_digest(&slab, &to, &keys, page.tokens());
+            digest += raw::strip_digest(&slab, &to, &keys, page.tokens());
         }
     });
     Ok(digest)

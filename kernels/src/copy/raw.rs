@@ -1,11 +1,14 @@
 //! The only place of this module that follows a pointer.
 #![expect(unsafe_code, reason = "regions are an engine's memory: addresses, not slices")]
 
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use kvferry_protocol::RegionId;
-use kvferry_protocol::digest::{RunKey, RunState, STRIPE_BYTES};
-use kvferry_protocol::layout::Place;
+use kvferry_protocol::digest::{Digest, HeadKey};
+use kvferry_protocol::layout::{Place, Strip};
+
+use super::hash::{self, Runs};
 
 /// Where regions lie in this process: [`RegionId`] 0, 1, 2, ... by their place in the table.
 #[derive(Debug)]
@@ -65,34 +68,29 @@ pub(super) fn copy_run(src: &RegionTable, from: Place, dst: &RegionTable, to: Pl
     unsafe { from.copy_to(to, bytes as usize) };
 }
 
-/// Hashes one run in place.
+/// Digests a strip in the order in which it lies in memory: a run for each of `keys` and `tokens`.
 ///
 /// # Panics
-/// If the run lies outside its region.
-#[inline(always)]
-pub(super) fn hash_run(table: &RegionTable, at: Place, run_bytes: u32, key: RunKey) -> u64 {
-    let start = table.resolve(at, run_bytes.into());
-    let bytes = run_bytes as usize;
-    let (whole, rest) = (bytes / STRIPE_BYTES, bytes % STRIPE_BYTES);
-    let mut state = RunState::new(key);
-    let mut next = start.cast::<[u8; STRIPE_BYTES]>();
-    // SAFETY: `whole` stripes lie in the run, so their end is at most the run's.
-    let end = unsafe { next.add(whole) };
-    // Byte arrays by a moving pointer: in this form the compiler keeps a stripe's lanes in vectors (benches/copy.rs).
-    while next != end {
-        // SAFETY: `next` is one of the `whole` stripes: mapped and readable, and nobody writes it meanwhile.
-        state.stripe(unsafe { next.read() });
-        // SAFETY: `next` is below `end`, so the step ends at `end` at most.
-        next = unsafe { next.add(1) };
+/// If a run lies outside the strip's region.
+pub(super) fn strip_digest(table: &RegionTable, strip: &Strip, keys: &[HeadKey], tokens: Range<u32>) -> Digest {
+    let Strip { place, head_stride, token_stride, run_bytes } = *strip;
+    let (heads, count) = (keys.len() as u64, tokens.len() as u64);
+    if heads == 0 || count == 0 {
+        return Digest::ZERO;
     }
-    if rest > 0 {
-        let mut last = [0; STRIPE_BYTES];
-        let filled = NonNull::from(&mut last).cast::<u8>();
-        // SAFETY: `rest` bytes are left in the run, fewer than `last` has, in memory of its own.
-        unsafe { next.cast::<u8>().copy_to_nonoverlapping(filled, rest) };
-        state.stripe(last);
-    }
-    state.finish(bytes)
+    let last = (heads - 1) * head_stride + (count - 1) * token_stride;
+    let start = table.resolve(place, last + u64::from(run_bytes));
+    let runs = Runs {
+        start,
+        head_stride: head_stride as usize,
+        token_stride: token_stride as usize,
+        run_bytes: run_bytes as usize,
+        keys,
+        tokens,
+    };
+    // SAFETY: the last run's end was found to lie in the region, so all runs do: mapped, readable, and nobody writes them
+    // meanwhile, as the table's maker promised.
+    unsafe { hash::digest(&runs) }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 mod layout_model;
 
 use kvferry_protocol::digest::run_hash;
-use kvferry_protocol::layout::{KvShape, LayoutOrder, WindowShape, plan, window_pages};
+use kvferry_protocol::layout::{KvShape, LayoutOrder, Place, WindowShape, plan, window_pages};
 use kvferry_protocol::{BlockId, LayerId};
 use layout_model::{
     Allocation, Memory, ORDERS, OneSide, any_allocation, any_selection, any_side, each_run, layout, naive_copy,

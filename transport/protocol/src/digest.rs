@@ -59,6 +59,12 @@ pub struct RunKey(u64);
 /// Bytes of a stripe: what [`RunState::stripe`] takes at a time.
 pub const STRIPE_BYTES: usize = 32;
 
+/// What a lane's key is above the run's, in the first stripe: `L` of the specification.
+pub const LANE_KEYS: [u64; 4] = L;
+
+/// What is added to each lane's key from a stripe to the next: `S` of the specification.
+pub const KEY_STEP: u64 = S;
+
 /// The hash of one run: `bytes` are one token of one head.
 ///
 /// `layer`, `head` and `token` are the model's and the sequence's own numbers; `plane` is 0 for K and 1 for V.
@@ -110,6 +116,24 @@ impl HeadKey {
 }
 
 impl RunKey {
+    /// The key itself, for kernels.
+    #[inline(always)]
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// Step 4 from `a`, for kernels that take step 3 with [`LANE_KEYS`] and [`KEY_STEP`]; the run is `len` bytes long.
+    #[inline(always)]
+    #[must_use]
+    pub const fn finish(self, a: [u64; 4], len: usize) -> u64 {
+        let mut h = fold(a[0] ^ self.0, a[1] ^ F1)
+            .wrapping_add(fold(a[2] ^ F2, a[3] ^ F3))
+            .wrapping_add((len as u64).wrapping_mul(G));
+        h = (h ^ (h >> 37)).wrapping_mul(M3);
+        h ^ (h >> 32)
+    }
+
     /// Steps 3 and 4 over bytes in memory.
     #[inline]
     #[must_use]
@@ -161,12 +185,7 @@ impl RunState {
     #[inline(always)]
     #[must_use]
     pub fn finish(self, len: usize) -> u64 {
-        let a: [u64; 4] = std::array::from_fn(|lane| self.products[lane].wrapping_add(self.sums[lane ^ 1]));
-        let mut h = fold(a[0] ^ self.key, a[1] ^ F1)
-            .wrapping_add(fold(a[2] ^ F2, a[3] ^ F3))
-            .wrapping_add((len as u64).wrapping_mul(G));
-        h = (h ^ (h >> 37)).wrapping_mul(M3);
-        h ^ (h >> 32)
+        RunKey(self.key).finish(std::array::from_fn(|lane| self.products[lane].wrapping_add(self.sums[lane ^ 1])), len)
     }
 }
 

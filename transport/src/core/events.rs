@@ -25,6 +25,8 @@ struct State {
     bytes: usize,
     /// Someone stopped reading until there is room.
     waiting_for_room: bool,
+    /// The next poll is not to wait.
+    interrupted: bool,
 }
 
 impl EventQueue {
@@ -37,6 +39,12 @@ impl EventQueue {
         state.bytes += peer_bytes(&event);
         state.events.push_back(event);
         drop(state);
+        self.arrived.notify_all();
+    }
+
+    /// Ends the wait of who polls now, or polls next.
+    pub(crate) fn interrupt(&self) {
+        self.lock().interrupted = true;
         self.arrived.notify_all();
     }
 
@@ -56,7 +64,7 @@ impl EventQueue {
     pub(crate) fn poll(&self, into: &mut Vec<Event>, timeout: Duration) -> bool {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = self.lock();
-        while state.events.is_empty() {
+        while state.events.is_empty() && !state.interrupted {
             let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
             if left.is_zero() {
                 break;
@@ -66,6 +74,7 @@ impl EventQueue {
                 None => self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
         }
+        state.interrupted = false;
         into.extend(state.events.drain(..));
         state.bytes = 0;
         std::mem::take(&mut state.waiting_for_room) && !self.bug.is(Planted::RoomNotTold)
@@ -93,6 +102,19 @@ mod tests {
     use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
 
     use super::*;
+
+    #[test]
+    fn an_interrupt_ends_one_wait_whether_it_has_begun_or_not() {
+        let queue = EventQueue::new(1, Bug::default());
+        let mut taken = Vec::new();
+        queue.interrupt();
+        queue.poll(&mut taken, Duration::MAX);
+        std::thread::scope(|scope| {
+            scope.spawn(|| queue.poll(&mut Vec::new(), Duration::MAX));
+            queue.interrupt();
+        });
+        assert!(taken.is_empty() && !queue.lock().interrupted);
+    }
 
     #[test]
     fn long_messages_fill_the_queue_before_many_do() {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::{ClusterKeys, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
+use kvferry_protocol::wire::{MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::link::End;
@@ -17,6 +17,7 @@ use crate::api::{
     Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
 use crate::core::{Bug, Core, Post, Superseded, is_other_start};
+use crate::credentials::Credentials;
 use crate::error::TransportError;
 
 /// The most extents of one post.
@@ -191,6 +192,10 @@ impl Transport for Loopback {
         Ok(())
     }
 
+    fn forget(&self, address: &PeerAddress) {
+        self.shared.lock().targets.retain(|target| target.address != *address);
+    }
+
     fn disconnect(&self, peer: &PeerId, reason: &str) {
         self.shared.lock().targets.retain(|target| target.peer.as_ref() != Some(peer));
         self.finish(peer, reason);
@@ -242,6 +247,10 @@ impl Transport for Loopback {
         256
     }
 
+    fn interrupt(&self) {
+        self.shared.core.events.interrupt();
+    }
+
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
             let peers: Vec<_> = self.shared.lock().ends.values().map(|end| Arc::clone(&end.remote)).collect();
@@ -251,7 +260,7 @@ impl Transport for Loopback {
         }
     }
 
-    fn set_keys(&self, _: ClusterKeys) {}
+    fn set_credentials(&self, _: Credentials) {}
 
     fn stats(&self) -> TransportStats {
         self.shared.core.stats()

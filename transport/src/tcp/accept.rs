@@ -6,15 +6,13 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use kvferry_protocol::wire::Listener;
-
 use super::driver::{Driver, Due, Key};
-use super::handshaking::{Handshaking, Machine, Role};
+use super::handshaking::{Handshaking, Opening, Role};
 use super::poller::Interest;
 use super::socket;
 use super::strangers::{Admission, Source};
 use super::stream::Stream;
-use crate::core::{Counters, random};
+use crate::core::Counters;
 
 /// How many connections are accepted before the thread looks at its peers.
 const TURN_ACCEPTS: usize = 16;
@@ -116,9 +114,13 @@ impl Driver<'_> {
         }
         let config = &self.shared.config;
         let (deadline, is_busy) = (now + config.handshake, admission == Admission::Busy);
-        let listener = Listener::new(self.shared.keys(), config.versions, random(), deadline, is_busy);
-        let number = self.next_handshake;
-        self.strangers.add(number, source, now);
-        self.begin_handshake(Handshaking::new(stream, Role::Accepted, name, Machine::Listener(listener)));
+        let opening = Opening::Listener { versions: config.versions, busy: is_busy };
+        match Handshaking::new(stream, Role::Accepted, name, opening, self.shared.credentials(), deadline) {
+            Ok(handshake) => {
+                self.strangers.add(self.next_handshake, source, now);
+                self.begin_handshake(handshake);
+            }
+            Err(error) => tracing::warn!(%error, "a connection was accepted and cannot be used"),
+        }
     }
 }

@@ -20,6 +20,8 @@ pub struct TcpConfigFile {
     pub advertise: Option<SocketAddr>,
     /// The ways that payload may go; the best that both sides have is taken.
     pub paths: Vec<PathKind>,
+    /// Whether paths whose payload is not encrypted (`rdma`, `ucx`) may be named beside lanes that are.
+    pub plain_payload: bool,
     /// How RDMA devices are used, if `paths` allows them.
     pub rdma: RdmaConfigFile,
     /// How UCX is set up, if `paths` names it.
@@ -73,6 +75,7 @@ impl Default for TcpConfigFile {
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
             advertise: None,
             paths: PathKind::ALL.to_vec(),
+            plain_payload: false,
             rdma: RdmaConfigFile::default(),
             ucx: UcxConfigFile::default(),
             lanes_same_host: 2,
@@ -106,6 +109,7 @@ pub struct TcpConfig {
     pub(crate) listen: SocketAddr,
     pub(crate) advertise: Option<SocketAddr>,
     pub(crate) paths: Vec<PathKind>,
+    pub(crate) plain_payload: bool,
     pub(crate) rdma: RdmaConfig,
     pub(crate) ucx: UcxConfig,
     pub(crate) lanes_same_host: u16,
@@ -208,6 +212,7 @@ impl TcpConfig {
             listen: file.listen,
             advertise: file.advertise,
             paths: file.paths.clone(),
+            plain_payload: file.plain_payload,
             rdma: RdmaConfig::default(),
             ucx: UcxConfig::default(),
             lanes_same_host: file.lanes_same_host,

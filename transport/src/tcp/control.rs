@@ -69,7 +69,8 @@ impl Control {
 
     /// What of its socket to wait for.
     pub(crate) fn interest(&self) -> Interest {
-        Interest { read: !self.is_held_back, write: self.sent < self.output.len() }
+        let write = self.sent < self.output.len() || self.stream.has_unsent();
+        Interest { read: !self.is_held_back, write }
     }
 
     /// Whether it does not listen because nobody polls.
@@ -222,6 +223,7 @@ impl Control {
     }
 
     fn write(&mut self) -> Result<(), TransportError> {
+        self.stream.push().map_err(|error| self.broken("write the control lane", error))?;
         loop {
             if self.sent == self.output.len() {
                 self.sent = 0;
@@ -233,7 +235,7 @@ impl Control {
                     }
                 }
             }
-            match (&self.stream).write(&self.output[self.sent..]) {
+            match self.stream.write(&self.output[self.sent..]) {
                 Ok(sent) => self.sent += sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -246,7 +248,7 @@ impl Control {
         while self.input.len() < wants {
             let got = self.input.len();
             self.input.resize(wants, 0);
-            let result = (&self.stream).read(&mut self.input[got..]);
+            let result = self.stream.read(&mut self.input[got..]);
             self.input.truncate(got + result.as_ref().unwrap_or(&0));
             match result {
                 Ok(0) => return Err(self.broken("read the control lane", io::ErrorKind::UnexpectedEof.into())),
@@ -270,7 +272,7 @@ impl Control {
             // The peer also learns it from the connection's end.
             let _ = self.write();
         }
-        let _ = self.stream.shutdown(std::net::Shutdown::Write);
+        self.stream.finish();
     }
 
     fn wrong(&self, problem: String) -> TransportError {

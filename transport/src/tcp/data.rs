@@ -46,7 +46,7 @@ impl DataThread {
     }
 
     /// `tells`: whether the lane is its session's first, which tells the peer which memory is shared.
-    pub(crate) fn add(&self, key: u64, session: Arc<Session>, stream: Arc<Stream>, tells: bool) {
+    pub(crate) fn add(&self, key: u64, session: Arc<Session>, stream: Stream, tells: bool) {
         let lane = Lane::new(session, stream, tells);
         self.new_lanes.lock().unwrap_or_else(PoisonError::into_inner).push((key, lane));
         self.calls.wake();

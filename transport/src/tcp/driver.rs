@@ -10,24 +10,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{Dialler, FrameHeader, FrameKind, Introduction, PeerIdentity};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Introduction, PeerIdentity};
 
 use super::accept::{Accepting, Listeners};
 use super::calls::Bell;
 use super::control::Control;
 use super::endpoint::{Command, Shared};
-use super::handshaking::{Handshaking, Machine, Role};
+use super::handshaking::{Handshaking, Opening, Role};
 use super::path::{Choice, Route};
 use super::pending::{Pending, PendingKey};
 use super::poller::Poller;
 use super::session::{Session, SessionSetup};
 use super::socket;
-use super::strangers::Strangers;
+use super::strangers::{Refusals, Strangers};
 use super::stream::Stream;
 use super::target::{BackOff, Target, TargetState};
 use super::timers::Timers;
 use crate::api::{Event, PeerAddress};
-use crate::core::{Counters, SessionKey, Superseded, is_other_start, random};
+use crate::core::{Counters, SessionKey, Superseded, is_other_start};
 use crate::error::TransportError;
 use crate::share::Sharing;
 
@@ -41,6 +41,7 @@ pub(crate) struct Driver<'a> {
     pub(super) timers: Timers<Due>,
     pub(super) accepting: Accepting,
     pub(super) strangers: Strangers,
+    pub(super) refusals: Refusals,
     pub(super) next_handshake: u64,
     pub(super) handshaking: HashMap<u64, Handshaking>,
     pub(super) pending: HashMap<PendingKey, Pending>,
@@ -112,6 +113,7 @@ pub(crate) fn run(shared: &Arc<Shared>, listeners: Listeners, poller: Poller) {
         timers: Timers::new(),
         accepting: Accepting::default(),
         strangers: Strangers::new(most, most_of_source, config.handshake / GRACE_PART),
+        refusals: Refusals::default(),
         next_handshake: 0,
         handshaking: HashMap::new(),
         pending: HashMap::new(),
@@ -172,6 +174,10 @@ impl Driver<'_> {
                 self.targets.entry(address).or_insert_with(|| Target::new(&self.back_off));
                 self.timers.set(Due::Target(address), Instant::now());
             }
+            Command::Forget(address) => {
+                self.targets.remove(&address);
+                self.timers.clear(Due::Target(address));
+            }
             Command::Disconnect { peer, reason } => {
                 let is_theirs = |_: &SocketAddr, target: &mut Target| target.peer.as_ref() == Some(&peer);
                 let unwanted: Vec<_> = self.targets.extract_if(is_theirs).map(|(address, _)| address).collect();
@@ -227,8 +233,7 @@ impl Driver<'_> {
 
     fn dial(&mut self, address: SocketAddr, introduction: Introduction) -> Result<(), TransportError> {
         let stream = socket::dial(address, false, None).map_err(unreached(address.to_string()))?;
-        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction);
-        Ok(())
+        self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction)
     }
 
     /// Dials the data lanes of a session, the way that was chosen. Unix lanes that cannot be had are replaced by TCP, if that is allowed.
@@ -266,16 +271,23 @@ impl Driver<'_> {
         for (lane, stream) in (0..).zip(streams) {
             let (session, secret) = (pending.number, pending.secret.clone());
             let role = Role::Lane { to: address, session, lane };
-            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret });
+            self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret })?;
         }
         Ok(())
     }
 
-    fn shake_over(&mut self, stream: Stream, role: Role, name: String, introduction: Introduction) {
+    fn shake_over(
+        &mut self,
+        stream: Stream,
+        role: Role,
+        name: String,
+        introduction: Introduction,
+    ) -> Result<(), TransportError> {
         let config = &self.shared.config;
         let deadline = Instant::now() + config.handshake;
-        let dialler = Dialler::new(self.shared.keys().own().clone(), config.versions, introduction, random(), deadline);
-        self.begin_handshake(Handshaking::new(stream, role, name, Machine::Dialler(dialler)));
+        let opening = Opening::Dialler { versions: config.versions, introduction };
+        self.begin_handshake(Handshaking::new(stream, role, name, opening, self.shared.credentials(), deadline)?);
+        Ok(())
     }
 
     pub(super) fn begin_handshake(&mut self, handshake: Handshaking) {
@@ -395,10 +407,10 @@ impl Driver<'_> {
             self.end_session(key, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
         }
         let (shared, now) = (self.shared, Instant::now());
-        let sockets: Vec<_> = pending.lanes.into_iter().flatten().map(Arc::new).collect();
-        let are_unix = sockets.iter().all(|socket| socket.is_unix());
+        let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
+        let are_unix = streams.iter().all(Stream::is_unix);
         let path = pending.choice.report(are_unix);
-        let sharing = sharing(&pending.choice, are_unix, &sockets, shared.config.max_posts);
+        let sharing = sharing(&pending.choice, are_unix, &streams, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
             key,
@@ -409,7 +421,7 @@ impl Driver<'_> {
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
             verbs: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
-            sockets: sockets.clone(),
+            sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
             control_bell: Bell::new(&shared.waker, key.0),
         };
         let session = Arc::new(Session::new(setup, now));
@@ -418,8 +430,8 @@ impl Driver<'_> {
         if let Some(target) = pending.dialled.and_then(|address| self.targets.get_mut(&address)) {
             target.reached(&peer, key, &self.back_off);
         }
-        let not = pending.choice.reasons();
-        tracing::info!(%peer, session = key.0, lanes = sockets.len(), path = %path.kind, %not, "session up");
+        let (tls, not) = (control.is_tls(), pending.choice.reasons());
+        tracing::info!(%peer, session = key.0, lanes = streams.len(), tls, path = %path.kind, %not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {
@@ -430,20 +442,20 @@ impl Driver<'_> {
             greeting: pending.identity.greeting.into(),
             path,
         });
-        self.give_lanes(&session, sockets);
+        self.give_lanes(&session, streams);
         self.live.insert(key, Box::new(Control::new(session, control, now, shared.config.keepalive)));
         self.serve(key);
     }
 
     /// Gives lanes to data threads, one after the other.
-    fn give_lanes(&mut self, session: &Arc<Session>, sockets: Vec<Arc<Stream>>) {
-        let threads: Vec<_> = self.shared.data.iter().cycle().skip(self.next_data).take(sockets.len()).collect();
-        self.next_data = (self.next_data + sockets.len()) % self.shared.data.len();
+    fn give_lanes(&mut self, session: &Arc<Session>, streams: Vec<Stream>) {
+        let threads: Vec<_> = self.shared.data.iter().cycle().skip(self.next_data).take(streams.len()).collect();
+        self.next_data = (self.next_data + streams.len()) % self.shared.data.len();
         let bells: Vec<_> = threads.iter().map(|thread| thread.bell()).collect();
         let keys: Vec<_> = bells.iter().map(Bell::key).collect();
         session.set_lane_bells(bells);
-        for (index, ((socket, thread), key)) in sockets.into_iter().zip(threads).zip(keys).enumerate() {
-            thread.add(key, Arc::clone(session), socket, index == 0);
+        for (index, ((stream, thread), key)) in streams.into_iter().zip(threads).zip(keys).enumerate() {
+            thread.add(key, Arc::clone(session), stream, index == 0);
         }
     }
 
@@ -543,10 +555,10 @@ impl Driver<'_> {
 }
 
 /// What the two read in each other's memory. Without it payload goes over the lanes.
-fn sharing(choice: &Choice, are_unix: bool, sockets: &[Arc<Stream>], max_posts: usize) -> Option<Sharing> {
+fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) -> Option<Sharing> {
     let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
-    let socket = sockets.first().filter(|_| are_unix && (by_descriptor || by_address))?;
-    match Sharing::new(by_descriptor, by_address, socket.as_fd(), max_posts) {
+    let lane = lanes.first().filter(|_| are_unix && (by_descriptor || by_address))?;
+    match Sharing::new(by_descriptor, by_address, lane.as_fd(), max_posts) {
         Ok(sharing) => Some(sharing),
         Err(error) => {
             tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");

@@ -8,9 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::{
-    ClusterKeys, FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES,
-};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::accept::Listeners;
@@ -28,6 +26,7 @@ use crate::api::{
     Capabilities, Event, GrantKey, Memory, PathKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
 use crate::core::{Bug, Core, Post, SessionKey};
+use crate::credentials::Credentials;
 use crate::error::TransportError;
 
 /// The most extents of one post.
@@ -47,7 +46,7 @@ pub struct Tcp {
 pub(crate) struct Shared {
     pub(crate) core: Core,
     pub(crate) config: TcpConfig,
-    keys: Mutex<ClusterKeys>,
+    credentials: Mutex<Credentials>,
     pub(crate) peer: PeerId,
     pub(crate) greeting: Bytes,
     pub(crate) address: SocketAddr,
@@ -73,22 +72,24 @@ pub(crate) struct State {
 /// What the control thread is told.
 pub(crate) enum Command {
     Connect(SocketAddr),
+    Forget(SocketAddr),
     Disconnect { peer: PeerId, reason: String },
     Broken { session: SessionKey, reason: TransportError },
 }
 
 impl Tcp {
-    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `keys` are the cluster's.
+    /// Listens, as `peer`; `greeting` is told to every peer that proves itself. `credentials` are the cluster's.
     ///
     /// # Errors
-    /// [`TransportError::Io`] if the address cannot be listened on; [`TransportError::Limit`] if the greeting is too long.
+    /// [`TransportError::Io`] if the address cannot be listened on; [`TransportError::Limit`] if the greeting is too long;
+    /// [`TransportError::Plain`] if lanes are encrypted and a path is named that is not.
     pub fn bind(
         config: TcpConfig,
-        keys: impl Into<ClusterKeys>,
+        credentials: impl Into<Credentials>,
         peer: PeerId,
         greeting: Bytes,
     ) -> Result<Self, TransportError> {
-        Self::bind_with(config, keys.into(), peer, greeting, Bug::default())
+        Self::bind_with(config, credentials.into(), peer, greeting, Bug::default())
     }
 
     /// The same with a bug, so that a test can prove that it is seen.
@@ -108,11 +109,12 @@ impl Tcp {
 
     fn bind_with(
         config: TcpConfig,
-        keys: ClusterKeys,
+        credentials: Credentials,
         peer: PeerId,
         greeting: Bytes,
         bug: Bug,
     ) -> Result<Self, TransportError> {
+        refuse_plain(&config, &credentials)?;
         limit("bytes of a greeting", greeting.len(), MAX_GREETING_BYTES)?;
         let broken = |operation| {
             let peer = config.listen.to_string();
@@ -145,7 +147,7 @@ impl Tcp {
             core: Core::new(config.max_grants, config.max_events, bug),
             data: data.map_err(broken("make an epoll descriptor"))?,
             waker,
-            keys: Mutex::new(keys),
+            credentials: Mutex::new(credentials),
             peer,
             greeting,
             address,
@@ -187,8 +189,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn keys(&self) -> ClusterKeys {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(crate) fn credentials(&self) -> Credentials {
+        self.credentials.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn command(&self, command: Command) {
@@ -305,6 +307,15 @@ impl Transport for Tcp {
         Ok(())
     }
 
+    fn forget(&self, address: &PeerAddress) {
+        let PeerAddress::Tcp(address) = *address else { return };
+        let mut state = self.shared.lock();
+        state.wanted.retain(|wanted| *wanted != address);
+        state.commands.push_back(Command::Forget(address));
+        drop(state);
+        self.shared.waker.wake();
+    }
+
     fn disconnect(&self, peer: &PeerId, reason: &str) {
         self.shared.command(Command::Disconnect { peer: peer.clone(), reason: reason.to_owned() });
     }
@@ -364,6 +375,10 @@ impl Transport for Tcp {
         if shares { DIRECT_LENT_RUN_BYTES } else { DIRECT_RUN_BYTES }
     }
 
+    fn interrupt(&self) {
+        self.shared.core.events.interrupt();
+    }
+
     fn poll(&self, events: &mut Vec<Event>, timeout: Duration) {
         if self.shared.core.events.poll(events, timeout) {
             if let Some(ucx) = &self.shared.ucx {
@@ -373,8 +388,13 @@ impl Transport for Tcp {
         }
     }
 
-    fn set_keys(&self, keys: ClusterKeys) {
-        *self.shared.keys.lock().unwrap_or_else(PoisonError::into_inner) = keys;
+    fn set_credentials(&self, credentials: Credentials) {
+        let mut known = self.shared.credentials.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.is_tls() != credentials.is_tls() {
+            tracing::warn!("whether lanes are encrypted cannot change while a node runs; the old credentials stay");
+            return;
+        }
+        *known = credentials;
     }
 
     fn stats(&self) -> TransportStats {
@@ -403,6 +423,15 @@ impl Transport for Tcp {
 impl Drop for Tcp {
     fn drop(&mut self) {
         self.shutdown();
+    }
+}
+
+/// Encrypted lanes are a promise that paths beside them break, unless the configuration says that they may.
+fn refuse_plain(config: &TcpConfig, credentials: &Credentials) -> Result<(), TransportError> {
+    let plain = config.paths.iter().find(|path| matches!(path, PathKind::Rdma | PathKind::Ucx));
+    match plain.filter(|_| credentials.is_tls() && !config.plain_payload) {
+        Some(path) => Err(TransportError::Plain { path: path.name() }),
+        None => Ok(()),
     }
 }
 

@@ -1,4 +1,4 @@
-//! A connection whose handshake goes on.
+//! A connection whose handshake goes on: TLS, where there is TLS, and inside it ours.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
@@ -7,12 +7,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_protocol::wire::{
-    Declined, Dialler, Established, HandshakeError, HandshakeStep, Identity, Listener, Step, Verdict,
+    Declined, Dialler, Established, HandshakeError, HandshakeStep, Identity, Introduction, Listener, Step, Verdict,
+    VersionRange,
 };
 
 use super::pending::Pending;
 use super::poller::Interest;
 use super::stream::Stream;
+use crate::core::random;
+use crate::credentials::Credentials;
 use crate::error::TransportError;
 
 /// Why the connection exists.
@@ -42,6 +45,7 @@ pub(crate) struct Handshaking {
     /// The other end, in errors and logs.
     pub(crate) name: String,
     machine: Machine,
+    deadline: Instant,
     input: Vec<u8>,
     output: Vec<u8>,
     is_connecting: bool,
@@ -61,9 +65,22 @@ pub(crate) enum Decided {
     Declined,
 }
 
-pub(crate) enum Machine {
+enum Machine {
+    /// TLS comes first: our handshake is bound to its channel.
+    Opening {
+        opening: Opening,
+        credentials: Credentials,
+    },
     Dialler(Dialler),
     Listener(Listener),
+}
+
+/// How our handshake begins.
+pub(crate) enum Opening {
+    /// We say who we are.
+    Dialler { versions: VersionRange, introduction: Introduction },
+    /// We listen, and say so if we are too busy for more.
+    Listener { versions: VersionRange, busy: bool },
 }
 
 /// What a handshake led to.
@@ -81,19 +98,36 @@ pub(crate) enum Outcome {
 }
 
 impl Handshaking {
-    pub(crate) fn new(stream: Stream, role: Role, name: String, machine: Machine) -> Self {
-        let is_connecting = matches!(machine, Machine::Dialler(_));
-        Self {
+    /// # Errors
+    /// [`TransportError`] if TLS cannot begin.
+    pub(crate) fn new(
+        stream: Stream,
+        role: Role,
+        name: String,
+        opening: Opening,
+        credentials: Credentials,
+        deadline: Instant,
+    ) -> Result<Self, TransportError> {
+        let is_connecting = matches!(opening, Opening::Dialler { .. });
+        let channel = credentials.tls().map(|tls| if is_connecting { tls.dial() } else { tls.accept() });
+        let broken =
+            |source| TransportError::Io { peer: name.clone(), operation: "begin TLS", source: Arc::new(source) };
+        let stream = match channel.transpose().map_err(broken)? {
+            Some(channel) => stream.within(channel),
+            None => stream,
+        };
+        Ok(Self {
             stream,
             role,
             name,
-            machine,
+            machine: Machine::Opening { opening, credentials },
+            deadline,
             input: Vec::new(),
             output: Vec::new(),
             is_connecting,
             after: None,
             decided: None,
-        }
+        })
     }
 
     /// Whether the other side has not proved itself.
@@ -102,15 +136,13 @@ impl Handshaking {
             Machine::Listener(listener) => {
                 matches!(listener.awaits(), HandshakeStep::Hello | HandshakeStep::DiallerProof)
             }
+            Machine::Opening { opening, .. } => matches!(opening, Opening::Listener { .. }),
             Machine::Dialler(_) => false,
         }
     }
 
     pub(crate) fn poll_timeout(&self) -> Instant {
-        match &self.machine {
-            Machine::Dialler(dialler) => dialler.poll_timeout(),
-            Machine::Listener(listener) => listener.poll_timeout(),
-        }
+        self.deadline
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -119,14 +151,14 @@ impl Handshaking {
 
     /// What of its socket to wait for.
     pub(crate) fn interest(&self) -> Interest {
-        let write = self.is_connecting || !self.output.is_empty();
+        let write = self.is_connecting || !self.output.is_empty() || self.stream.has_unsent();
         Interest { read: !write, write }
     }
 
     pub(crate) fn listener(&mut self) -> Option<&mut Listener> {
         match &mut self.machine {
             Machine::Listener(listener) => Some(listener),
-            Machine::Dialler(_) => None,
+            Machine::Dialler(_) | Machine::Opening { .. } => None,
         }
     }
 
@@ -145,6 +177,10 @@ impl Handshaking {
             let source = Arc::new(io::Error::from(io::ErrorKind::TimedOut));
             return TransportError::Io { peer, operation: "connect", source };
         }
+        if matches!(self.machine, Machine::Opening { .. }) && self.stream.is_tls() {
+            let problem = "TLS did not come up within the deadline".to_owned();
+            return TransportError::Protocol { peer, problem };
+        }
         refused(&peer, &HandshakeError::Deadline { step })
     }
 
@@ -161,10 +197,16 @@ impl Handshaking {
                 Err(error) => return Err(self.broken("connect", error)),
             }
         }
+        if let Machine::Opening { .. } = self.machine
+            && !self.open()?
+        {
+            return Ok(None);
+        }
         loop {
             let output = match &mut self.machine {
                 Machine::Dialler(dialler) => dialler.poll_output(),
                 Machine::Listener(listener) => listener.poll_output(),
+                Machine::Opening { .. } => None,
             };
             self.output.extend(output.unwrap_or_default());
             if !self.flush()? {
@@ -178,26 +220,79 @@ impl Handshaking {
                 return Ok(None);
             }
             let input = std::mem::take(&mut self.input);
-            let peer = self.name.clone();
             match &mut self.machine {
                 Machine::Dialler(dialler) => match dialler.feed(&input) {
                     Ok(Step::More) => {}
                     Ok(Step::Said(established)) => return Ok(Some(Outcome::Dialled(established))),
                     Err(HandshakeError::Declined(Declined::Duplicate)) => return Ok(Some(Outcome::Needless)),
-                    Err(error) => return Err(refused(&peer, &error)),
+                    Err(error) => return Err(self.misheard(&input, &error)),
                 },
                 Machine::Listener(listener) => match listener.feed(&input) {
                     Ok(Step::More) => {}
                     Ok(Step::Said(identity)) => return Ok(Some(Outcome::Said(identity))),
                     // The dialler may be owed a word about it.
-                    Err(error) => self.after = Some(Outcome::Failed(refused(&peer, &error))),
+                    Err(error) => self.after = Some(Outcome::Failed(self.misheard(&input, &error))),
                 },
+                Machine::Opening { .. } => return Ok(None),
             }
         }
     }
 
+    /// Lets TLS shake hands, and begins our own inside it; returns whether that was begun.
+    fn open(&mut self) -> Result<bool, TransportError> {
+        match self.stream.shake() {
+            Ok(true) => {}
+            Ok(false) => return Ok(false),
+            Err(error) => return Err(self.unopened(error)),
+        }
+        let Machine::Opening { opening, credentials } = &mut self.machine else { return Ok(true) };
+        let keys = self.stream.secret().map(|channel| credentials.keys(channel.as_ref()));
+        let machine = match (keys, opening) {
+            (Ok(Some(keys)), Opening::Dialler { versions, introduction }) => {
+                let (own, introduction) = (keys.own().clone(), introduction.clone());
+                Machine::Dialler(Dialler::new(own, *versions, introduction, random(), self.deadline))
+            }
+            (Ok(Some(keys)), Opening::Listener { versions, busy }) => {
+                Machine::Listener(Listener::new(keys, *versions, random(), self.deadline, *busy))
+            }
+            (Ok(None), _) => return Err(self.broken("begin a handshake", io::ErrorKind::InvalidInput.into())),
+            (Err(error), _) => return Err(self.broken("begin a handshake", error)),
+        };
+        self.machine = machine;
+        Ok(true)
+    }
+
+    /// Why there is no channel.
+    fn unopened(&self, error: io::Error) -> TransportError {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                let problem = "it hung up before TLS was up: a node without certificates does so".to_owned();
+                TransportError::Protocol { peer: self.name.clone(), problem }
+            }
+            _ => self.broken("TLS", error),
+        }
+    }
+
+    /// What the other side said is no handshake. It may be TLS, whose records begin with their type and version.
+    fn misheard(&self, input: &[u8], error: &HandshakeError) -> TransportError {
+        if self.is_foreign(input) {
+            return self.encrypted();
+        }
+        refused(&self.name, error)
+    }
+
+    fn is_foreign(&self, input: &[u8]) -> bool {
+        !self.stream.is_tls() && matches!(input, [0x15 | 0x16, 3, ..])
+    }
+
+    fn encrypted(&self) -> TransportError {
+        let problem = "it speaks TLS, and this node has no certificates: give both some, or neither".to_owned();
+        TransportError::Protocol { peer: self.name.clone(), problem }
+    }
+
     fn wants(&self) -> usize {
         match &self.machine {
+            Machine::Opening { .. } => 0,
             Machine::Dialler(dialler) => dialler.wants(),
             Machine::Listener(listener) => listener.wants(),
         }
@@ -205,6 +300,8 @@ impl Handshaking {
 
     fn awaits(&self) -> HandshakeStep {
         match &self.machine {
+            Machine::Opening { opening: Opening::Dialler { .. }, .. } => HandshakeStep::Challenge,
+            Machine::Opening { opening: Opening::Listener { .. }, .. } => HandshakeStep::Hello,
             Machine::Dialler(dialler) => dialler.awaits(),
             Machine::Listener(listener) => listener.awaits(),
         }
@@ -213,14 +310,14 @@ impl Handshaking {
     /// Returns whether all output was sent.
     fn flush(&mut self) -> Result<bool, TransportError> {
         while !self.output.is_empty() {
-            match (&self.stream).write(&self.output) {
+            match self.stream.write(&self.output) {
                 Ok(sent) => drop(self.output.drain(..sent)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(self.broken("write a handshake", error)),
             }
         }
-        Ok(true)
+        self.stream.push().map_err(|error| self.broken("write a handshake", error))
     }
 
     /// Reads up to `wants` bytes in all and no more; returns whether they are there.
@@ -229,29 +326,40 @@ impl Handshaking {
             let got = self.input.len();
             // Grows with what comes, not with what a peer announces.
             self.input.resize(wants.min(got + 4096), 0);
-            let result = (&self.stream).read(&mut self.input[got..]);
+            let result = self.stream.read(&mut self.input[got..]);
             self.input.truncate(got + result.as_ref().unwrap_or(&0));
             match result {
-                Ok(0) => {
-                    let error = HandshakeError::HungUp { step: self.awaits() };
-                    return Err(refused(&self.name, &error));
-                }
+                Ok(0) => return Err(self.hung_up()),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // A listener that holds another key closes with our proof unread; that is a reset here.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                    let error = HandshakeError::HungUp { step: self.awaits() };
-                    return Err(refused(&self.name, &error));
-                }
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Err(self.hung_up()),
                 Err(error) => return Err(self.broken("read a handshake", error)),
             }
         }
         Ok(true)
     }
 
+    fn hung_up(&self) -> TransportError {
+        let step = self.awaits();
+        if self.is_foreign(&self.input) {
+            return self.encrypted();
+        }
+        if self.stream.is_tls() && step == HandshakeStep::Challenge {
+            let problem = "it hung up when TLS was up: it does so when it refuses our certificate".to_owned();
+            return TransportError::Authentication { peer: self.name.clone(), problem };
+        }
+        refused(&self.name, &HandshakeError::HungUp { step })
+    }
+
     fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
-        TransportError::Io { peer: self.name.clone(), operation, source: Arc::new(source) }
+        let peer = self.name.clone();
+        match source.kind() {
+            io::ErrorKind::PermissionDenied => TransportError::Authentication { peer, problem: source.to_string() },
+            io::ErrorKind::InvalidData => TransportError::Protocol { peer, problem: source.to_string() },
+            _ => TransportError::Io { peer, operation, source: Arc::new(source) },
+        }
     }
 }
 

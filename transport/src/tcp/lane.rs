@@ -36,7 +36,7 @@ static ZEROES: [u8; SCRAP_BYTES] = [0; SCRAP_BYTES];
 
 pub(crate) struct Lane {
     pub(crate) session: Arc<Session>,
-    stream: Arc<Stream>,
+    stream: Stream,
     /// Whether it is the one that tells the peer which memory is shared.
     tells: bool,
     /// A descriptor that came with the header that was read last.
@@ -117,7 +117,7 @@ impl Call {
 }
 
 impl Lane {
-    pub(crate) fn new(session: Arc<Session>, stream: Arc<Stream>, tells: bool) -> Self {
+    pub(crate) fn new(session: Arc<Session>, stream: Stream, tells: bool) -> Self {
         let session_shares = session.sharing.is_some();
         Self {
             session,
@@ -171,6 +171,9 @@ impl Lane {
             self.ready.read = matches!(turn, Turn::Moved);
         }
         self.writes.begin(round);
+        if self.ready.write {
+            self.stream.push().map_err(|error| self.broken("write a data lane", error))?;
+        }
         while self.ready.write {
             if self.writes.is_used_up() {
                 self.wants.again = true;
@@ -191,7 +194,9 @@ impl Lane {
         let is_stopped = self.words.len() > MAX_WORDS_BYTES;
         // Reading stopped for words that are gone.
         self.wants.again |= self.ready.read && !self.wants.room && !is_stopped;
-        self.wants.of_socket = Interest { read: !self.wants.room && !is_stopped, write: !self.ready.write };
+        // What TLS holds back goes out when the socket takes it, also if there is nothing more to send.
+        let write = !self.ready.write || self.stream.has_unsent();
+        self.wants.of_socket = Interest { read: !self.wants.room && !is_stopped, write };
         Ok(())
     }
 
@@ -209,14 +214,14 @@ impl Lane {
                 return Ok(Turn::Nothing);
             }
         }
-        let fd = self.stream.as_fd();
+        let stream = &mut self.stream;
         let call = match &mut self.outgoing {
             Outgoing::Empty => return Ok(Turn::Nothing),
             Outgoing::Words { bytes, sent, file } => {
                 let asked = bytes.len() - *sent;
                 let result = match file {
-                    Some(file) if *sent == 0 => ffi::send_with_file(fd, bytes, file.as_fd()),
-                    _ => ffi::send_runs(fd, &[RawRun::of(&bytes[*sent..])]),
+                    Some(file) if *sent == 0 => stream.send_with_file(bytes, file.as_fd()),
+                    _ => stream.send_runs(&[RawRun::of(&bytes[*sent..])]),
                 };
                 let call = Call::new(result, asked);
                 *sent += call.bytes();
@@ -241,7 +246,7 @@ impl Lane {
                         return Ok(Turn::Blocked);
                     }
                 };
-                let Some(result) = frame.send(fd, allowed) else {
+                let Some(result) = frame.send(stream, allowed) else {
                     refund(&self.session, allowed);
                     self.outgoing = Outgoing::Empty;
                     return Ok(Turn::Moved);
@@ -264,13 +269,13 @@ impl Lane {
     }
 
     fn receive(&mut self, core: &Core, sink: &mut [u8]) -> Result<Turn, TransportError> {
-        let fd = self.stream.as_fd();
+        let stream = &mut self.stream;
         let call = match &mut self.incoming {
             Incoming::Header { bytes, got } => {
                 let asked = FrameHeader::BYTES - *got;
                 let received = match self.session.sharing {
-                    Some(_) => ffi::receive_with_file(fd, &mut bytes[*got..], &mut self.file),
-                    None => ffi::receive_runs(fd, &[RawRun::of_mut(&mut bytes[*got..])]),
+                    Some(_) => stream.receive_with_file(&mut bytes[*got..], &mut self.file),
+                    None => stream.receive_runs(&[RawRun::of_mut(&mut bytes[*got..])]),
                 };
                 let call = Call::new(received, asked);
                 *got += call.bytes();
@@ -282,7 +287,7 @@ impl Lane {
             }
             Incoming::Table { header, table, got } => {
                 let asked = table.len() - *got;
-                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut table[*got..])]), asked);
+                let call = Call::new(stream.receive_runs(&[RawRun::of_mut(&mut table[*got..])]), asked);
                 *got += call.bytes();
                 if *got == table.len() {
                     let (header, table) = (*header, std::mem::take(table));
@@ -293,7 +298,7 @@ impl Lane {
             Incoming::Payload { header, inbound } => {
                 let placed = inbound.place(|runs| {
                     let asked = runs.iter().take(ffi::MAX_RUNS).map(|run| run.bytes()).sum();
-                    let call = Call::new(ffi::receive_runs(fd, runs), asked);
+                    let call = Call::new(stream.receive_runs(runs), asked);
                     (call.bytes(), call)
                 });
                 let (header, left) = (*header, inbound.left());
@@ -313,7 +318,7 @@ impl Lane {
             Incoming::Copy { .. } => return self.copy(core),
             Incoming::Sink { left } => {
                 let asked = sink.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
-                let call = Call::new(ffi::receive_runs(fd, &[RawRun::of_mut(&mut sink[..asked])]), asked);
+                let call = Call::new(stream.receive_runs(&[RawRun::of_mut(&mut sink[..asked])]), asked);
                 let dropped = call.bytes() as u64;
                 *left -= dropped;
                 Counters::add(&core.counters.dropped_bytes, dropped);
@@ -484,14 +489,18 @@ impl FrameOut {
     }
 
     /// Sends up to `allowed` bytes. `None` if the post ended before the frame began: there is nothing to send then.
-    fn send(&mut self, fd: std::os::fd::BorrowedFd<'_>, allowed: u64) -> Option<io::Result<usize>> {
+    fn send(&mut self, stream: &mut Stream, allowed: u64) -> Option<io::Result<usize>> {
         let result = match self.cut.post.read_source() {
             Some(_reading) => {
                 let runs = &self.runs[self.next..];
-                if allowed >= self.total - self.sent { ffi::send_runs(fd, runs) } else { send_some(fd, runs, allowed) }
+                if allowed >= self.total - self.sent {
+                    stream.send_runs(runs)
+                } else {
+                    send_some(stream, runs, allowed)
+                }
             }
             None if self.sent == 0 => return None,
-            None => self.send_filler(fd, allowed),
+            None => self.send_filler(stream, allowed),
         };
         if let Ok(sent) = result {
             self.sent += sent as u64;
@@ -501,13 +510,13 @@ impl FrameOut {
     }
 
     /// The post ended in the middle of the frame. The stream has to stay in step, and the receiver has forgotten the write.
-    fn send_filler(&self, fd: std::os::fd::BorrowedFd<'_>, allowed: u64) -> io::Result<usize> {
+    fn send_filler(&self, stream: &mut Stream, allowed: u64) -> io::Result<usize> {
         let head = self.cut.head.len() as u64;
         if self.sent < head {
-            return ffi::send_runs(fd, &[RawRun::of(&self.cut.head[self.sent as usize..])]);
+            return stream.send_runs(&[RawRun::of(&self.cut.head[self.sent as usize..])]);
         }
         let left = usize::try_from((self.total - self.sent).min(allowed)).unwrap_or(usize::MAX);
-        ffi::send_runs(fd, &[RawRun::of(&ZEROES[..left.min(SCRAP_BYTES)])])
+        stream.send_runs(&[RawRun::of(&ZEROES[..left.min(SCRAP_BYTES)])])
     }
 
     /// How many of the `sent` bytes that went last were payload.
@@ -517,7 +526,7 @@ impl FrameOut {
     }
 }
 
-fn send_some(fd: std::os::fd::BorrowedFd<'_>, runs: &[RawRun], allowed: u64) -> io::Result<usize> {
+fn send_some(stream: &mut Stream, runs: &[RawRun], allowed: u64) -> io::Result<usize> {
     let mut left = usize::try_from(allowed).unwrap_or(usize::MAX);
     let mut some = Vec::new();
     for run in runs {
@@ -528,7 +537,7 @@ fn send_some(fd: std::os::fd::BorrowedFd<'_>, runs: &[RawRun], allowed: u64) -> 
         left -= run.bytes();
         some.push(run);
     }
-    ffi::send_runs(fd, &some)
+    stream.send_runs(&some)
 }
 
 fn allow(session: &Session, want: u64) -> Result<u64, Instant> {

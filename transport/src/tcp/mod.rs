@@ -36,3 +36,4 @@ pub(crate) mod wake;
 
 pub use config::{ConfigError, TcpConfig, TcpConfigFile};
 pub use endpoint::Tcp;
+pub(crate) use stream::Socket;

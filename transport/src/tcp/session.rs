@@ -13,7 +13,7 @@ use kvferry_protocol::wire::{FrameHeader, Refusal};
 
 use super::calls::Bell;
 use super::rate::TokenBucket;
-use super::stream::Stream;
+use super::stream::Socket;
 use super::ucx::UcxLane;
 use super::verbs::Verbs;
 use crate::api::GrantKey;
@@ -47,7 +47,7 @@ pub(crate) struct Session {
     control_bell: Bell,
     /// Call the data threads to its lanes, once those were given to them.
     lane_bells: OnceLock<Vec<Bell>>,
-    sockets: Mutex<Vec<Arc<Stream>>>,
+    sockets: Mutex<Vec<Arc<Socket>>>,
     refused: Mutex<VecDeque<(u128, u32)>>,
     is_over: AtomicBool,
     born: Instant,
@@ -71,7 +71,7 @@ pub(crate) struct SessionSetup {
     pub(crate) link_bytes_per_second: Option<f64>,
     pub(crate) sharing: Option<Sharing>,
     pub(crate) verbs: Option<Arc<Verbs>>,
-    pub(crate) sockets: Vec<Arc<Stream>>,
+    pub(crate) sockets: Vec<Arc<Socket>>,
     pub(crate) control_bell: Bell,
 }
 

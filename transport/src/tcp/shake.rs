@@ -10,6 +10,7 @@ use super::driver::Driver;
 use super::handshaking::{Decided, Handshaking, Outcome, Role};
 use super::pending::Pending;
 use super::socket;
+use super::strangers::Source;
 use super::stream::Stream;
 use crate::api::PathKind;
 use crate::core::{Counters, random};
@@ -47,7 +48,11 @@ impl Driver<'_> {
         match handshake.role {
             Role::Accepted => {
                 Counters::add(&self.shared.core.counters.refused_peers, 1);
-                tracing::warn!(peer = handshake.name, %reason, "a peer was refused");
+                let from = handshake.name.parse::<SocketAddr>().map_or(Source::Host, |from| Source::of(from.ip()));
+                match self.refusals.note(from, Instant::now()) {
+                    Some(times) => tracing::warn!(peer = handshake.name, %reason, times, "a peer was refused"),
+                    None => tracing::debug!(peer = handshake.name, %reason, "a peer was refused"),
+                }
             }
             Role::Control { to } | Role::Lane { to, .. } => self.missed(to, None, reason),
         }
@@ -69,6 +74,9 @@ impl Driver<'_> {
         let (us, them) = (&self.shared.peer, &identity.peer);
         if us == them {
             return Err(Declined::Itself);
+        }
+        if self.handshaking.get(&handshake).is_some_and(|handshake| !handshake.stream.names(&them.engine)) {
+            return Err(Declined::Unnamed);
         }
         if self.superseded.contains(them) {
             return Err(Declined::Superseded);
@@ -100,8 +108,11 @@ impl Driver<'_> {
     fn judge_lane(&mut self, handshake: u64, lane: &LaneIdentity) -> Result<(Verdict, Decided), Declined> {
         let handshake = self.handshaking.get_mut(&handshake).ok_or(Declined::Stopping)?;
         let pending = self.pending.get(&(None, lane.session)).ok_or(Declined::UnknownSession)?;
-        let is_unfit = !handshake.stream.is_unix() && !self.shared.local.allows(PathKind::Tcp);
         let is_bound = handshake.listener().is_some_and(|listener| listener.binds(lane, &pending.secret));
+        if !handshake.stream.names(&pending.identity.peer.engine) {
+            return Err(Declined::Unnamed);
+        }
+        let is_unfit = !handshake.stream.is_unix() && !self.shared.local.allows(PathKind::Tcp);
         if !is_bound || is_unfit || !pending.awaits(lane.lane) {
             return Err(Declined::UnknownSession);
         }
@@ -128,6 +139,9 @@ impl Driver<'_> {
         match (handshake.role, established.verdict) {
             (Role::Control { to: address }, Verdict::Peer(identity)) => {
                 let peer = identity.peer.clone();
+                if !handshake.stream.names(&peer.engine) {
+                    return self.missed(address, None, unnamed(address.to_string(), &peer));
+                }
                 if self.is_needless(&peer) {
                     return self.retry(address);
                 }
@@ -160,6 +174,10 @@ impl Driver<'_> {
                     self.missed(address, Some(peer), reason);
                 }
             }
+            (Role::Lane { to, session, .. }, Verdict::Lane) if !self.is_lane_of(session, to, &handshake.stream) => {
+                let problem = "the certificate of a data lane does not name the session's engine".to_owned();
+                self.missed(to, None, TransportError::Authentication { peer: handshake.name, problem });
+            }
             (Role::Lane { to, session, lane }, Verdict::Lane) => self.bind(Some(to), session, lane, handshake.stream),
             (role, _) => {
                 let problem = format!("its verdict does not fit {role:?}");
@@ -169,6 +187,12 @@ impl Driver<'_> {
                 }
             }
         }
+    }
+
+    /// Whether a lane that we dialled ends at the engine that the session is with, as far as its certificate tells.
+    fn is_lane_of(&self, number: u64, to: SocketAddr, stream: &Stream) -> bool {
+        let pending = self.pending.get(&(Some(to), number));
+        pending.is_none_or(|pending| stream.names(&pending.identity.peer.engine))
     }
 
     /// The listener repeats how many lanes we announced.
@@ -199,4 +223,9 @@ impl Driver<'_> {
             self.establish(pending);
         }
     }
+}
+
+fn unnamed(address: String, peer: &PeerId) -> TransportError {
+    let problem = format!("its certificate does not name the engine {}, and `names` asks for that", peer.engine);
+    TransportError::Authentication { peer: address, problem }
 }

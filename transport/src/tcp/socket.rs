@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
-use super::stream::Stream;
+use super::stream::{Socket as Carrier, Stream};
 
 /// Kernel buffers of a lane within one host. The system's own grow to megabytes, which leave the L2 cache and halve the rate;
 /// smaller ones wake a lane for less: 0.38 CPU seconds a GB with these, 0.42 with 256 KiB, 0.48 with 128 KiB
@@ -37,7 +37,7 @@ pub(crate) fn dial_unix(name: &str, buffer_bytes: Option<usize>) -> io::Result<S
     let socket = Socket::new(Domain::UNIX, Type::STREAM.nonblocking().cloexec(), None)?;
     size_buffers(&socket, true, buffer_bytes)?;
     socket.connect(&abstract_name(name)?)?;
-    Ok(Stream::Unix(socket.into()))
+    Ok(Stream::new(Carrier::Unix(socket.into())))
 }
 
 fn abstract_name(name: &str) -> io::Result<SockAddr> {
@@ -56,27 +56,27 @@ pub(crate) fn dial(address: SocketAddr, is_data: bool, buffer_bytes: Option<usiz
         Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
         Err(error) => return Err(error),
     }
-    Ok(Stream::Tcp(socket.into()))
+    Ok(Stream::new(Carrier::Tcp(socket.into())))
 }
 
 /// Prepares a connection that was accepted.
 pub(crate) fn accepted(stream: TcpStream) -> io::Result<Stream> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
-    Ok(Stream::Tcp(stream))
+    Ok(Stream::new(Carrier::Tcp(stream)))
 }
 
 /// Prepares a Unix connection that was accepted.
 pub(crate) fn accepted_unix(stream: UnixStream) -> io::Result<Stream> {
     stream.set_nonblocking(true)?;
-    Ok(Stream::Unix(stream))
+    Ok(Stream::new(Carrier::Unix(stream)))
 }
 
 /// Sizes the buffers of an accepted data lane.
 pub(crate) fn size_accepted(stream: &Stream, buffer_bytes: Option<usize>) -> io::Result<()> {
-    let is_same_host = match stream {
-        Stream::Tcp(stream) => same_host(stream),
-        Stream::Unix(_) => true,
+    let is_same_host = match &**stream.socket() {
+        Carrier::Tcp(stream) => same_host(stream),
+        Carrier::Unix(_) => true,
     };
     size_buffers(&socket2::SockRef::from(stream), is_same_host, buffer_bytes)
 }

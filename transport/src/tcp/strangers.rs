@@ -93,6 +93,32 @@ impl Strangers {
     }
 }
 
+/// How many sources' refusals are counted.
+const MAX_REFUSED: usize = 1024;
+/// A source that was not refused for so long begins anew.
+const QUIET: Duration = Duration::from_secs(600);
+
+/// Who was refused how often: one that tries for ever is told of ever more seldom.
+#[derive(Default)]
+pub(crate) struct Refusals {
+    counts: HashMap<Source, (u64, Instant)>,
+}
+
+impl Refusals {
+    /// Counts one more; gives how many there were if that is to be told: the first, the second, the fourth and so on.
+    pub(crate) fn note(&mut self, source: Source, now: Instant) -> Option<u64> {
+        if self.counts.len() >= MAX_REFUSED && !self.counts.contains_key(&source) {
+            self.counts.clear();
+        }
+        let (count, last) = self.counts.entry(source).or_insert((0, now));
+        if now.saturating_duration_since(*last) >= QUIET {
+            *count = 0;
+        }
+        (*count, *last) = (*count + 1, now);
+        count.is_power_of_two().then_some(*count)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,5 +201,18 @@ mod tests {
         assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));
         assert_eq!(of("::ffff:192.0.2.1"), of("192.0.2.1"));
         assert_ne!(of("fe80::1"), of("fe80::2"));
+    }
+
+    #[test]
+    fn who_is_refused_for_ever_is_told_of_ever_more_seldom_and_each_source_by_itself() {
+        let (start, mut refusals) = (Instant::now(), Refusals::default());
+        let told: Vec<u64> = (0..1000).filter_map(|_| refusals.note(address(1), start)).collect();
+        assert_eq!(told, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]);
+        assert_eq!(refusals.note(address(2), start), Some(1));
+        assert_eq!(refusals.note(address(1), start + QUIET), Some(1), "it was quiet meanwhile");
+        for last in 0..2 * MAX_REFUSED as u32 {
+            refusals.note(Source::of(std::net::Ipv4Addr::from(last).into()), start);
+        }
+        assert!(refusals.counts.len() <= MAX_REFUSED);
     }
 }

@@ -454,6 +454,27 @@ pub fn disconnect_ends_posts_and_grants_first_and_the_dialler_comes_back(make: &
     assert_eq!(b.transport.stats().grants_live, 0);
 }
 
+/// The session with who is at a forgotten address carries on; when it ends, nobody dials.
+pub fn a_forgotten_address_is_not_dialled_again_and_its_session_stays(make: &Make<'_>) {
+    let (mut a, mut b) = Node::pair(make, 8192);
+    a.transport.forget(&b.transport.local_address());
+    let grant = b.grant(&a.peer, 0, 64);
+    let post = a.post(&b.peer, grant, 0, 0, 0, 64);
+    a.wait_posted(post).expect("the session carries");
+    b.transport.disconnect(&a.peer, "a test");
+    a.wait_down(&b.peer);
+    // Meanwhile it would have dialled.
+    for number in 1..=3 {
+        let mut c = Node::new(make, peer("c", number), 64);
+        a.meet(&mut c);
+        a.transport.disconnect(&c.peer, "a test");
+        a.wait_down(&c.peer);
+    }
+    let came_back = |event: &Event| matches!(event, Event::Up { peer, .. } if *peer == b.peer);
+    assert!(!a.drain().iter().any(came_back), "a forgotten address was dialled");
+    a.meet(&mut b);
+}
+
 /// Another incarnation ends the sessions and grants of the one before.
 pub fn a_restarted_peer_is_a_new_one(make: &Make<'_>) {
     let (a, mut b) = Node::pair(make, 8192);

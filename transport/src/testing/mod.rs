@@ -6,6 +6,8 @@
 mod arena;
 mod borders;
 mod cases;
+#[cfg(feature = "tls")]
+pub mod certificates;
 pub mod decoders;
 mod node;
 mod pages;
@@ -48,6 +50,7 @@ macro_rules! contract_tests {
             messages_come_in_order_beside_payload,
             what_is_too_long_is_refused_in_writing,
             disconnect_ends_posts_and_grants_first_and_the_dialler_comes_back,
+            a_forgotten_address_is_not_dialled_again_and_its_session_stays,
             a_restarted_peer_is_a_new_one,
             shutdown_amid_traffic_ends_everything,
             a_peer_that_is_not_there_is_reported_and_found_later,

@@ -55,7 +55,8 @@ pub(crate) fn run(options: &BenchArgs) -> Result<CrowdReport, CliError> {
     }
     raise_file_limit();
     let (key, text) = key::drawn()?;
-    let setup = Setup { peers: busy + idle + 2, ..Setup::new(Some(options.transport), options.lanes, key) };
+    let setup =
+        Setup { peers: busy + idle + 2, tls: options.tls, ..Setup::new(Some(options.transport), options.lanes, key) };
     let transport: Arc<dyn Transport> = endpoint::open(&setup, "bench-node")?.into();
     let mut crowd = Crowd::start(options, &address_text(&transport.local_address()), &text)?;
     let shareable = setup.is_shareable();

@@ -28,6 +28,7 @@ impl Crowd {
         command.args(["bench", "--connect", address, "--transport", options.transport.name()]);
         command.args(["--lanes", &options.lanes.to_string(), "--memory", &options.memory.0.to_string()]);
         command.args(["--block", &case.block_bytes.to_string(), "--batch", &case.batch.to_string()]);
+        command.args(options.tls.then_some("--tls"));
         command.args(["--crowd", &options.peers.to_string(), &options.idle_peers.to_string()]);
         command.env(key::VARIABLE, key).stdin(Stdio::piped());
         command.spawn().map(Self).map_err(CliError::io("the peers' process cannot be started"))
@@ -52,6 +53,7 @@ pub(crate) fn be(options: &BenchArgs, counts: &[u32]) -> Result<(), CliError> {
     raise_file_limit();
     let setup = Setup {
         data_threads: 1,
+        tls: options.tls,
         ..Setup::new(Some(options.transport), options.lanes, key::given(options.key.as_deref())?)
     };
     let address = options.connect.as_deref().unwrap_or_default();

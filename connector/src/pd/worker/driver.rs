@@ -1,14 +1,14 @@
 //! The thread that owns every transfer's machine: feeds it inputs, performs its outputs, keeps its deadlines.
 //!
-//! Inputs come through one bounded channel: commands from the model thread, events from the transport (through the pump), and
-//! finished jobs from the movers. Nothing here blocks but the wait for the next input; `revoke` waits for one system call.
+//! It waits for the transport's events. Commands of the model thread and finished jobs of the movers come through one bounded
+//! channel ([`Inlet`]) and end that wait. Nothing else here blocks; `revoke` waits for one system call.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use crossbeam_channel::{Receiver as Inbox, RecvTimeoutError, Sender as Outbox};
+use crossbeam_channel::{Receiver as Inbox, Sender as Outbox};
 use kvferry_protocol::message::{Abort, EngineBytes, Message, Reason, Verdict};
 use kvferry_protocol::transfer::{Early, EarlyConfig, InputError, Time};
 use kvferry_protocol::{PeerId, TransferId, codec};
@@ -16,6 +16,7 @@ use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
 use super::ended::Ended;
+use super::inlet::Inlet;
 use super::jobs::Movers;
 use super::keeping::Keeping;
 use super::leases::Lease;
@@ -26,7 +27,7 @@ use super::receiving::Receiving;
 use super::returning::Taking;
 use super::sending::Sending;
 use super::unheard::Unheard;
-use super::{Board, Command, Input};
+use super::{Board, Command, INPUTS, Input};
 use crate::config::ConnectorConfig;
 use crate::contract::{self, Cancel, RequestId};
 use crate::metrics::{self, DropReason};
@@ -71,7 +72,7 @@ pub(super) struct Driver {
 
 /// Where a driver speaks to: itself by way of other threads, and the engine.
 pub(super) struct Outlets<'a> {
-    pub(super) inputs: &'a Outbox<Input>,
+    pub(super) inputs: &'a Inlet,
     pub(super) wake: Outbox<()>,
     pub(super) messages: Outbox<(PeerId, Bytes)>,
 }
@@ -140,12 +141,12 @@ impl Driver {
     }
 
     pub(super) fn run(mut self, inputs: Inbox<Input>) {
+        let mut events = Vec::new();
         loop {
-            match inputs.recv_timeout(self.wait()) {
-                Ok(input) => self.take(input),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
+            self.transport.poll(&mut events, self.wait());
+            events.drain(..).for_each(|event| self.event(event));
+            // What is sent from here on ends the next wait before it begins.
+            inputs.try_iter().take(INPUTS).for_each(|input| self.take(input));
             self.expire();
             self.push_posts();
             self.push_stores();
@@ -171,7 +172,6 @@ impl Driver {
     fn take(&mut self, input: Input) {
         match input {
             Input::Command(command) => self.command(command),
-            Input::Event(event) => self.event(event),
             Input::Job(done) => self.job_done(done),
             Input::Tier(answer) => self.tier_answer(answer),
         }
@@ -197,7 +197,10 @@ impl Driver {
                 self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }
-            Command::Connect(address) => self.dial(address),
+            Command::Connect(address) => {
+                self.peers.keep(address);
+                self.dial(address);
+            }
             Command::Message(peer, message) => {
                 let message = EngineBytes::new(message.to_vec()).map(Message::Engine);
                 match message {
@@ -372,6 +375,7 @@ impl Driver {
         metrics.early_grants_live.set(self.early.len() as u64);
         metrics.grants_live.set(self.granted.len() as u64);
         metrics.sessions_live.set(self.peers.count() as u64);
+        metrics.addresses_dialled.set(self.peers.dialled() as u64);
         metrics.engine_messages_waiting.set(self.unheard.len() as u64);
         metrics.lent_bytes_total.advance_to(self.transport.stats().lent_bytes);
         let (used, limit) = self.posting.slab_bytes();

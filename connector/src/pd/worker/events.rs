@@ -3,12 +3,12 @@
 use bytes::Bytes;
 use kvferry_protocol::message::Message;
 use kvferry_protocol::{PeerId, TransferId, codec};
-use kvferry_transport::{Event, GrantKey, PeerAddress, TransportError};
+use kvferry_transport::{Event, GrantKey, PathReport, PeerAddress, TransportError};
 
 use super::driver::{Driver, Side};
 use super::receiving::Receiving;
 use super::sending::Sending;
-use crate::metrics::{DropReason, RefusalReason};
+use crate::metrics::{DropReason, Labels, Path, RefusalReason};
 use crate::trace::{Kind, Span};
 
 impl Driver {
@@ -16,9 +16,13 @@ impl Driver {
         match event {
             Event::Up { peer, session, address, version, greeting, path } => {
                 tracing::info!(%peer, path = %path.kind, not = ?path.not, "payload's way");
-                self.up(peer, (session, version), address, &greeting)
+                self.up(peer, (session, version), address, path, &greeting);
+                self.count_paths();
             }
-            Event::Down { peer, address, reason } => self.down(peer.as_ref(), address, &reason),
+            Event::Down { peer, address, reason } => {
+                self.down(peer.as_ref(), address, &reason);
+                self.count_paths();
+            }
             Event::Message { peer, message } => self.message(peer, &message),
             Event::Posted { post, outcome } => self.post_ended(post, outcome),
             Event::Landed { peer, grant, notification, bytes, .. } => self.landed(&peer, grant, bytes, &notification),
@@ -26,14 +30,35 @@ impl Driver {
         }
     }
 
-    fn up(&mut self, peer: PeerId, (session, version): (u64, u16), address: Option<PeerAddress>, greeting: &Bytes) {
+    /// Sets the gauges of the ways that sessions go.
+    fn count_paths(&self) {
+        let metrics = &self.board.metrics;
+        for &path in Path::ALL {
+            let (mut taken, mut missing) = (0, 0);
+            for report in self.peers.paths() {
+                taken += u64::from(Path::from(report.kind) == path);
+                missing += u64::from(report.not.iter().any(|(kind, _)| Path::from(*kind) == path));
+            }
+            metrics.sessions_by_path.at(path).set(taken);
+            metrics.sessions_without_path.at(path).set(missing);
+        }
+    }
+
+    fn up(
+        &mut self,
+        peer: PeerId,
+        (session, version): (u64, u16),
+        address: Option<PeerAddress>,
+        path: PathReport,
+        greeting: &Bytes,
+    ) {
         let card = match self.card.check(&peer, greeting) {
             Ok(card) => card,
             Err(refusal) => return self.send_away(&peer, address, &refusal.to_string()),
         };
         tracing::info!(%peer, session, version, "peer is up");
         self.bury_predecessors(&peer);
-        self.peers.up(peer.clone(), address, (session, version), &card);
+        self.peers.up(peer.clone(), address, (session, version), path, &card);
         self.board.reached().extend(address);
         for ended in address.map(|address| self.peers.take_farewells(address)).unwrap_or_default() {
             self.send(&peer, &Message::Ended(ended));
@@ -79,8 +104,8 @@ impl Driver {
     }
 
     fn down(&mut self, peer: Option<&PeerId>, address: Option<PeerAddress>, reason: &TransportError) {
-        tracing::info!(peer = peer.map(tracing::field::display), ?address, %reason, "session or attempt ended");
         if let Some(peer) = peer {
+            tracing::info!(%peer, ?address, %reason, "session ended");
             if self.peers.down(peer) {
                 self.board.metrics.sessions_lost_total.add(1);
             }
@@ -102,7 +127,8 @@ impl Driver {
         self.board.reached().remove(&address);
         // Our own word to a peer that was refused says less than why it was.
         if !matches!(reason, TransportError::Disconnected { .. }) {
-            self.peers.missed(address, &reason.to_string());
+            let times = self.peers.missed(address, &full(reason));
+            log_miss(address, reason, times);
         }
         match reason {
             // A cut in the middle of a handshake looks like a wrong key: it is believed the second time.
@@ -115,6 +141,18 @@ impl Driver {
             }
             _ => {}
         }
+        self.forget_unwanted(address);
+    }
+
+    /// Lets go of an address that does not answer, or does no more, unless somebody waits for it.
+    fn forget_unwanted(&mut self, address: PeerAddress) {
+        let now = self.now();
+        if self.peers.is_kept(address, now) || self.receiving.values().any(|entry| entry.from == address) {
+            return;
+        }
+        tracing::debug!(?address, "nobody waits for this address: it is not dialled any more");
+        self.transport.forget(&address);
+        self.peers.drop_address(address);
     }
 
     /// An address answers, but not as one of us: loads from it fail, and the next one dials anew.
@@ -234,5 +272,24 @@ impl Driver {
             .map(|(&transfer, _)| (transfer, Side::Receiving))
             .chain(sending.map(|(&transfer, _)| (transfer, Side::Sending)))
             .collect()
+    }
+}
+
+/// An error with its cause, which says what to mend.
+fn full(reason: &TransportError) -> String {
+    match std::error::Error::source(reason) {
+        Some(source) => format!("{reason}: {source}"),
+        None => reason.to_string(),
+    }
+}
+
+/// Says why an address was not reached, `times` in a row: at first, and then ever more seldom.
+fn log_miss(address: PeerAddress, reason: &TransportError, times: u32) {
+    let is_final = matches!(reason, TransportError::Authentication { .. } | TransportError::Protocol { .. });
+    let reason = full(reason);
+    match (times.is_power_of_two(), is_final) {
+        (true, true) => tracing::warn!(?address, reason, times, "peer was not reached"),
+        (true, false) => tracing::info!(?address, reason, times, "peer was not reached"),
+        (false, _) => tracing::debug!(?address, reason, times, "peer was not reached"),
     }
 }

@@ -13,6 +13,7 @@ use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{BlockId, Generation, TransferId};
 
 use super::Input;
+use super::inlet::Inlet;
 use super::slabs::PooledSlab;
 use crate::pd::caches::Caches;
 use crate::trace::{Kind, Span, Tracer};
@@ -113,13 +114,7 @@ impl Movers {
     /// The most jobs that are out at once: more would only wait here instead of with the driver.
     pub(super) const LIMIT: usize = 1024;
 
-    pub(super) fn start(
-        count: usize,
-        caches: &Caches,
-        tier: Option<&Caches>,
-        done: &Sender<Input>,
-        tracer: &Tracer,
-    ) -> Self {
+    pub(super) fn start(count: usize, caches: &Caches, tier: Option<&Caches>, done: &Inlet, tracer: &Tracer) -> Self {
         let (jobs, queue) = bounded(Self::LIMIT);
         let (small, small_queue) = bounded(count);
         let thread = |index: usize| {
@@ -169,7 +164,7 @@ impl Memory {
     }
 }
 
-fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Sender<Input>, tracer: &Tracer) {
+fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Inlet, tracer: &Tracer) {
     loop {
         let job = match queue.try_recv() {
             Ok(job) => job,

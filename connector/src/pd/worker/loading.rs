@@ -181,7 +181,10 @@ impl Driver {
             let ended = message::Ended { transfer: part.transfer, verdict: Verdict::Done };
             match self.peers.find(part.address, part.engine.as_ref(), part.rank) {
                 Some((peer, _)) => self.send(&peer, &Message::Ended(ended)),
-                None => self.peers.farewell(part.address, ended),
+                None => {
+                    let until = self.now() + self.config.deadlines().absent;
+                    self.peers.farewell(part.address, ended, until);
+                }
             }
         }
         self.board.progress.ended(&load.request, Ended::Loaded);

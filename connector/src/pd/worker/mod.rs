@@ -3,8 +3,7 @@
 //! | thread | does | waits for |
 //! |---|---|---|
 //! | the engine's model thread | calls [`Worker`]; never touches the network | `wait_layer`: the driver |
-//! | driver | owns every transfer's machine | its one input channel |
-//! | pump | turns transport events into inputs | the transport |
+//! | driver | owns every transfer's machine | the transport's events; what is sent to it ends that wait |
 //! | movers | gather, digest; copy to the tier when nothing else waits | their job queues |
 //! | keep, bring | calls the tier, which may wait | their queues |
 //!
@@ -17,6 +16,7 @@ mod driver;
 mod ended;
 mod events;
 mod groups;
+mod inlet;
 mod jobs;
 mod keeping;
 mod leases;
@@ -37,7 +37,6 @@ mod window;
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -47,12 +46,13 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use kvferry_protocol::layout::{KvShape, Shard};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
-use kvferry_transport::{Event, PeerAddress, Transport};
+use kvferry_transport::{PeerAddress, Transport};
 
 use card::card;
 pub use card::{Refusal, greeting};
 use driver::{Driver, Outlets};
 use groups::LinkRate;
+use inlet::Inlet;
 use jobs::JobDone;
 use keeping::Keeping;
 use orders::Orders;
@@ -89,7 +89,7 @@ pub struct PdWorkerParts {
 /// The worker half of the prefill/decode connector.
 pub struct PdWorker {
     tp_rank: TpRank,
-    inputs: Sender<Input>,
+    inputs: Inlet,
     board: Arc<Board>,
     messages: Receiver<(PeerId, Bytes)>,
     step: StepProgress,
@@ -100,14 +100,14 @@ pub struct PdWorker {
     returns: Vec<Return>,
     wakes: Receiver<()>,
     transport: Arc<dyn Transport>,
-    running: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<()>>,
+    /// Until it was shut down.
+    driver: Option<JoinHandle<()>>,
 }
 
 /// Talks to a worker from any thread.
 #[derive(Clone, Debug)]
 pub struct PdHandle {
-    inputs: Sender<Input>,
+    inputs: Inlet,
     board: Arc<Board>,
 }
 
@@ -143,7 +143,6 @@ impl Board {
 #[derive(Debug)]
 enum Input {
     Command(Command),
-    Event(Event),
     Job(JobDone),
     Tier(TierAnswer),
 }
@@ -247,7 +246,7 @@ impl PdWorker {
             link: Mutex::new(LinkRate::new(parts.config.network().link_gbps)),
             tracer,
         });
-        let (inputs, inbox) = bounded(INPUTS);
+        let (inputs, inbox) = Inlet::new(INPUTS, &transport);
         let (messages_out, messages) = bounded(MESSAGES);
         let (wake, wakes) = bounded(1);
         let step = StepProgress::new(&caches, parts.config.layer_group().map(std::num::NonZero::get));
@@ -261,25 +260,13 @@ impl PdWorker {
             keeping,
             Outlets { inputs: &inputs, wake, messages: messages_out },
         );
-        let running = Arc::new(AtomicBool::new(true));
-        let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
-            std::thread::Builder::new()
-                .name(name.into())
-                .spawn(body)
-                .map_err(|source| ConnectorError::Thread { source })
-        };
-        let pump = {
-            let (transport, inputs, running) = (Arc::clone(&transport), inputs.clone(), Arc::clone(&running));
-            spawn("kvferry-pump", Box::new(move || pump(&*transport, &inputs, &running)))?
-        };
         let end = CloseAtEnd(Arc::clone(&board));
-        let driver = spawn(
-            "kvferry-driver",
-            Box::new(move || {
-                let _end = end;
-                driver.run(inbox);
-            }),
-        )?;
+        let body = move || {
+            let _end = end;
+            driver.run(inbox);
+        };
+        let thread = std::thread::Builder::new().name("kvferry-driver".into()).spawn(body);
+        let driver = thread.map_err(|source| ConnectorError::Thread { source })?;
         Ok(Self {
             tp_rank,
             inputs,
@@ -291,8 +278,7 @@ impl PdWorker {
             returns: Vec::new(),
             wakes,
             transport,
-            running,
-            threads: vec![pump, driver],
+            driver: Some(driver),
         })
     }
 
@@ -508,22 +494,17 @@ impl Worker for PdWorker {
     }
 
     fn shutdown(&mut self, grace: Duration) {
-        if self.threads.is_empty() {
-            return;
-        }
+        let Some(driver) = self.driver.take() else { return };
         self.ask(|done| Command::Shutdown(grace, done));
         self.transport.shutdown();
-        self.running.store(false, Ordering::Release);
-        for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
-                tracing::error!("a thread of the connector panicked");
-            }
+        if driver.join().is_err() {
+            tracing::error!("a thread of the connector panicked");
         }
     }
 }
 
 /// A tier beside a cache, and its threads.
-fn keeping(tier: Arc<dyn Tier>, caches: &Caches, inputs: &Sender<Input>) -> Result<Keeping, ConnectorError> {
+fn keeping(tier: Arc<dyn Tier>, caches: &Caches, inputs: &Inlet) -> Result<Keeping, ConnectorError> {
     let memory = Caches::new(tier.memory().clone().into(), caches.shard());
     let (ours, theirs) = (caches.layout().shape(), memory.layout().shape());
     let alike = KvShape { blocks: theirs.blocks, ..ours.clone() };
@@ -556,24 +537,9 @@ impl Drop for PdWorker {
     }
 }
 
-fn pump(transport: &dyn Transport, inputs: &Sender<Input>, running: &AtomicBool) {
-    let mut events = Vec::new();
-    while running.load(Ordering::Acquire) {
-        transport.poll(&mut events, PUMP_WAIT);
-        for event in events.drain(..) {
-            if inputs.send(Input::Event(event)).is_err() {
-                return;
-            }
-        }
-    }
-}
-
-/// Inputs that wait for the driver; a full channel makes the model thread and the pump wait for it. A peer's message has at most
-/// 1 MiB, so what waits is bounded in bytes too.
+/// Inputs that wait for the driver; a full channel makes the model thread wait for it.
 const INPUTS: usize = 1024;
 /// Messages of peers' engines that wait for this engine, of at most 1 MiB each.
 const MESSAGES: usize = 256;
 /// A shorter wait for a layer is a look-up: it is not drawn in a timeline.
 const LEAST_WAIT: Duration = Duration::from_micros(20);
-/// How long the pump waits before it looks whether it should end.
-const PUMP_WAIT: Duration = Duration::from_millis(50);

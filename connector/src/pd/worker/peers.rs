@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use kvferry_protocol::message::Ended;
+use kvferry_protocol::transfer::Time;
 use kvferry_protocol::{EngineId, PeerId, TpRank};
-use kvferry_transport::PeerAddress;
+use kvferry_transport::{PathReport, PeerAddress};
 
 use super::card::WorkerCard;
 
@@ -15,12 +16,28 @@ pub(super) struct Peers {
     up: BTreeMap<PeerId, Session>,
     by_address: BTreeMap<PeerAddress, PeerId>,
     dialled: BTreeSet<PeerAddress>,
+    /// Addresses that are to be reached whether a request asks for it or not.
+    kept: BTreeSet<PeerAddress>,
     /// Addresses that failed their last handshake.
     doubtful: BTreeSet<PeerAddress>,
     /// Why the last attempt at an address, or its last session, came to nothing; as many as are dialled.
-    missed: BTreeMap<PeerAddress, String>,
+    missed: BTreeMap<PeerAddress, Missed>,
     /// Last words for who answers at an address that is being dialled; at most [`FAREWELLS`] an address.
-    farewells: BTreeMap<PeerAddress, Vec<Ended>>,
+    farewells: BTreeMap<PeerAddress, Farewells>,
+}
+
+#[derive(Debug)]
+struct Missed {
+    why: String,
+    /// How often in a row.
+    times: u32,
+}
+
+#[derive(Debug)]
+struct Farewells {
+    words: Vec<Ended>,
+    /// When they have waited long enough.
+    until: Time,
 }
 
 #[derive(Debug)]
@@ -29,6 +46,7 @@ struct Session {
     /// The protocol version that is spoken in it.
     version: u16,
     address: Option<PeerAddress>,
+    path: PathReport,
     heads: Range<u16>,
     tp_size: u16,
 }
@@ -39,23 +57,47 @@ impl Peers {
         self.dialled.insert(address)
     }
 
-    /// The address is not dialled any more.
+    /// The address is to be reached from now on, and after each end of its session.
+    pub(super) fn keep(&mut self, address: PeerAddress) {
+        self.kept.insert(address);
+    }
+
+    /// Whether the address is to be reached although no transfer needs it.
+    pub(super) fn is_kept(&mut self, address: PeerAddress, now: Time) -> bool {
+        self.farewells.retain(|_, farewells| farewells.until > now);
+        self.kept.contains(&address) || self.farewells.contains_key(&address)
+    }
+
+    /// The address is dialled anew when it is wanted next.
     pub(super) fn forget_address(&mut self, address: PeerAddress) {
         self.dialled.remove(&address);
         self.farewells.remove(&address);
     }
 
-    /// Something to tell who answers at an address, as soon as somebody does; over the limit it is left to the peer's deadline.
-    pub(super) fn farewell(&mut self, address: PeerAddress, ended: Ended) {
-        let words = self.farewells.entry(address).or_default();
-        if words.len() < FAREWELLS {
-            words.push(ended);
+    /// Nobody wants the address any more: nothing is known of it.
+    pub(super) fn drop_address(&mut self, address: PeerAddress) {
+        self.forget_address(address);
+        self.doubtful.remove(&address);
+        self.missed.remove(&address);
+    }
+
+    /// How many addresses are reached, or tried.
+    pub(super) fn dialled(&self) -> usize {
+        self.dialled.len()
+    }
+
+    /// Something to tell who answers at an address, if somebody does by then; over the limit it is left to the peer's deadline.
+    pub(super) fn farewell(&mut self, address: PeerAddress, ended: Ended, until: Time) {
+        let farewells = self.farewells.entry(address).or_insert(Farewells { words: Vec::new(), until });
+        if farewells.words.len() < FAREWELLS {
+            farewells.words.push(ended);
+            farewells.until = until;
         }
     }
 
     /// What was to be told.
     pub(super) fn take_farewells(&mut self, address: PeerAddress) -> Vec<Ended> {
-        self.farewells.remove(&address).unwrap_or_default()
+        self.farewells.remove(&address).map(|farewells| farewells.words).unwrap_or_default()
     }
 
     /// An address failed a handshake; returns whether it did the time before, too.
@@ -63,14 +105,19 @@ impl Peers {
         !self.doubtful.insert(address)
     }
 
-    /// An attempt at an address, or its session, came to nothing.
-    pub(super) fn missed(&mut self, address: PeerAddress, why: &str) {
-        self.missed.insert(address, why.to_owned());
+    /// An attempt at an address, or its session, came to nothing. Returns how often in a row for the same reason.
+    pub(super) fn missed(&mut self, address: PeerAddress, why: &str) -> u32 {
+        let missed = self.missed.entry(address).or_insert_with(|| Missed { why: why.to_owned(), times: 0 });
+        if missed.why != why {
+            *missed = Missed { why: why.to_owned(), times: 0 };
+        }
+        missed.times = missed.times.saturating_add(1);
+        missed.times
     }
 
     /// Why there is no session with who is at an address, if anything is known of it.
     pub(super) fn why_missed(&self, address: PeerAddress) -> Option<&str> {
-        self.missed.get(&address).map(String::as_str)
+        self.missed.get(&address).map(|missed| missed.why.as_str())
     }
 
     /// A session came up and was accepted: its number, and the version that is spoken in it.
@@ -79,6 +126,7 @@ impl Peers {
         peer: PeerId,
         address: Option<PeerAddress>,
         (number, version): (u64, u16),
+        path: PathReport,
         card: &WorkerCard,
     ) {
         if let Some(address) = address {
@@ -86,7 +134,8 @@ impl Peers {
             self.doubtful.remove(&address);
             self.missed.remove(&address);
         }
-        self.up.insert(peer, Session { number, version, address, heads: card.held_heads(), tp_size: card.tp_size });
+        let (heads, tp_size) = (card.held_heads(), card.tp_size);
+        self.up.insert(peer, Session { number, version, address, path, heads, tp_size });
     }
 
     /// A session ended; returns whether it was accepted before.
@@ -126,6 +175,11 @@ impl Peers {
     /// Which KV heads of the model a peer that is up holds, and of how many ranks it is one.
     pub(super) fn place(&self, peer: &PeerId) -> Option<(Range<u16>, u16)> {
         self.up.get(peer).map(|session| (session.heads.clone(), session.tp_size))
+    }
+
+    /// Which way each session's payload goes.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &PathReport> {
+        self.up.values().map(|session| &session.path)
     }
 
     /// How many are up.

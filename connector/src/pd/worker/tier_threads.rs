@@ -9,6 +9,7 @@ use kvferry_protocol::BlockId;
 use kvferry_protocol::digest::Digest;
 
 use super::Input;
+use super::inlet::Inlet;
 use crate::error::ConnectorError;
 use crate::tier::{Tier, TierError};
 
@@ -28,7 +29,7 @@ pub(super) enum TierAnswer {
 }
 
 impl TierThreads {
-    pub(super) fn start(tier: &Arc<dyn Tier>, inputs: &Sender<Input>) -> Result<Self, ConnectorError> {
+    pub(super) fn start(tier: &Arc<dyn Tier>, inputs: &Inlet) -> Result<Self, ConnectorError> {
         let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
             let spawned = std::thread::Builder::new().name(name.into()).spawn(body);
             spawned.map(|_| ()).map_err(|source| ConnectorError::Thread { source })

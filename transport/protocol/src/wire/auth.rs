@@ -73,6 +73,48 @@ impl ClusterKeys {
     }
 }
 
+impl ClusterKeys {
+    /// The keys of a handshake inside an encrypted channel: a proof that is heard in one channel is of no use in another.
+    #[must_use]
+    pub fn within(&self, channel: &ChannelSecret) -> Self {
+        let bound = |key: &ClusterKey| ClusterKey(channel.mac(key.bytes()).to_vec());
+        Self { own: bound(&self.own), also: self.also.iter().map(bound).collect() }
+    }
+
+    /// The same where the channel's certificates are all that the two have in common.
+    #[must_use]
+    pub fn of_channel(channel: &ChannelSecret) -> Self {
+        ClusterKey(channel.mac(&[]).to_vec()).into()
+    }
+}
+
+/// What only the two ends of one encrypted channel know: of TLS the exporter with the label [`LABEL`](Self::LABEL)
+/// (RFC 8446, 7.5), without a context. A handshake inside the channel is bound to it.
+#[derive(Clone)]
+pub struct ChannelSecret([u8; PROOF_BYTES]);
+
+impl ChannelSecret {
+    /// The exporter's label.
+    pub const LABEL: &[u8] = b"EXPORTER-kvferry-handshake";
+
+    /// Wraps what the exporter gave.
+    #[must_use]
+    pub fn new(exported: [u8; 32]) -> Self {
+        Self(exported)
+    }
+
+    fn mac(&self, key: &[u8]) -> [u8; PROOF_BYTES] {
+        mac(&self.0, &[b"kvferry channel", key]).finalize().into_bytes().into()
+    }
+}
+
+impl fmt::Debug for ChannelSecret {
+    /// Shows nothing of the secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ChannelSecret(..)")
+    }
+}
+
 impl From<ClusterKey> for ClusterKeys {
     fn from(own: ClusterKey) -> Self {
         Self::new(own, Vec::new())
@@ -173,6 +215,27 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_proof_in_one_channel_is_none_in_another() {
+        let keys: ClusterKeys = ClusterKey::new(&[1; 32]).unwrap().into();
+        let [here, there] = [2, 3].map(|byte| ChannelSecret::new([byte; 32]));
+        let said = Transcript::new(b"hello");
+        for (name, of) in [
+            ("with a key", &|channel: &ChannelSecret| keys.within(channel)),
+            ("without one", &|channel: &ChannelSecret| ClusterKeys::of_channel(channel)),
+        ] as [(&str, &dyn Fn(&ChannelSecret) -> ClusterKeys); 2]
+        {
+            let proof = said.proof(of(&here).own(), DIALLER_PROOF);
+            assert!(said.prover(&of(&here), DIALLER_PROOF, &proof).is_some(), "{name}");
+            for other in [of(&there), keys.clone()] {
+                assert!(said.prover(&other, DIALLER_PROOF, &proof).is_none(), "{name}");
+            }
+        }
+        let proof = said.proof(keys.within(&here).own(), DIALLER_PROOF);
+        assert!(said.prover(&ClusterKeys::of_channel(&here), DIALLER_PROOF, &proof).is_none());
+        assert_eq!(format!("{here:?}"), "ChannelSecret(..)");
+    }
 
     #[test]
     fn a_key_is_checked_where_it_enters_and_never_shown() {

@@ -84,6 +84,8 @@ pub enum Declined {
     Stopping,
     /// The dialler is the listener itself.
     Itself,
+    /// The dialler's certificate does not name the engine that it says it is. Said inside TLS only.
+    Unnamed,
 }
 
 impl fmt::Display for Declined {
@@ -95,6 +97,7 @@ impl fmt::Display for Declined {
             Self::UnknownSession => "the session of this lane ended",
             Self::Stopping => "it is ending",
             Self::Itself => "the address is this endpoint's own",
+            Self::Unnamed => "our certificate does not name this engine, and it asks for that",
         })
     }
 }
@@ -149,6 +152,7 @@ impl Verdict {
                 Declined::UnknownSession => 0x83,
                 Declined::Stopping => 0x84,
                 Declined::Itself => 0x85,
+                Declined::Unnamed => 0x86,
             }],
         }
     }
@@ -168,6 +172,7 @@ impl Verdict {
             0x83 => Self::Declined(Declined::UnknownSession),
             0x84 => Self::Declined(Declined::Stopping),
             0x85 => Self::Declined(Declined::Itself),
+            0x86 => Self::Declined(Declined::Unnamed),
             other => return Err(WireError::Value { what: "the kind of a verdict", found: other.into() }),
         };
         r.end()?;
@@ -308,7 +313,7 @@ mod tests {
             }
             assert!(Identity::decode(&[&bytes[..], &[0]].concat(), version).is_err());
         }
-        for why in [Declined::Full, Declined::Duplicate, Declined::Superseded, Declined::Stopping, Declined::Itself] {
+        for why in [Declined::Full, Declined::Superseded, Declined::Stopping, Declined::Itself, Declined::Unnamed] {
             assert_eq!(Verdict::decode(&Verdict::Declined(why).encode(3), 3), Ok(Verdict::Declined(why)));
         }
     }

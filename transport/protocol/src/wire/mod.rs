@@ -15,6 +15,8 @@
 //! A proof is HMAC-SHA256 under the pre-shared key over all that was said before; a seal is one under a key that is derived
 //! from the whole transcript. After the verdict both sides send frames: a [`FrameHeader`], a table, a payload. Frames are
 //! not sealed: the key keeps strangers out, it does not hide or protect what is carried from someone inside the network path.
+//! A connection inside TLS does; the same handshake takes place in it, under keys that are bound to that channel
+//! ([`ClusterKeys::within`]).
 
 mod auth;
 mod error;
@@ -27,7 +29,7 @@ mod offer;
 mod slice;
 mod table;
 
-pub use auth::{ClusterKey, ClusterKeys, LaneSecret};
+pub use auth::{ChannelSecret, ClusterKey, ClusterKeys, LaneSecret};
 pub use error::{ClusterKeyError, HandshakeError, HandshakeStep, WireError};
 pub use frame::{
     FrameHeader, FrameKind, MAX_CARD_BYTES, MAX_GOODBYE_BYTES, MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, MAX_TABLE_BYTES,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_MAPPED_BYTES, Refusal, Share};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_MAPPED_BYTES, Reach, Refusal, Share};
 
 use super::{Incoming, Lane, Outgoing, Turn};
 use crate::core::Core;
@@ -52,7 +52,10 @@ impl Lane {
     /// The peer shares memory: says whether it can be read.
     pub(super) fn take_share(&mut self, table: &[u8]) -> Result<(), TransportError> {
         let share = Share::decode(table).map_err(|e| self.torn(&e))?;
-        let file = self.file.take();
+        let file = match share.reach {
+            Reach::Descriptor { .. } => self.file.take().or_else(|| self.stream.take_file()),
+            Reach::Address { .. } => self.file.take(),
+        };
         let problem = match &self.session.sharing {
             Some(sharing) => sharing.borrower.accept(&share, file).err(),
             None => Some("no memory is shared in this session".to_owned()),
