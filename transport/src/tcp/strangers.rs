@@ -174,6 +174,12 @@ mod tests {
         let (mut key, mut others) = (0, None);
         for step in 0..1000_u32 {
             let now = start + step * Duration::from_millis(1);
+            if step == 20 {
+                assert_ne!(strangers.admit(address(2), now), Admission::Refused);
+                strangers.add(key, address(2), now);
+                others = Some(key);
+                key += 1;
+            }
             match strangers.admit(address(1), now) {
                 Admission::InsteadOf(oldest) => {
                     assert_ne!(Some(oldest), others, "step {step}");
@@ -184,12 +190,6 @@ mod tests {
             }
             strangers.add(key, address(1), now);
             key += 1;
-            if step == 20 {
-                assert_ne!(strangers.admit(address(2), now), Admission::Refused);
-                strangers.add(key, address(2), now);
-                others = Some(key);
-                key += 1;
-            }
         }
         assert!(others.is_some_and(|key| strangers.sources.contains_key(&key)));
     }
