@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kvferry_transport::rdma::RdmaConfigFile;
 use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile, Transport};
 
 use crate::config::{ConnectorConfig, TransportKind};
@@ -35,6 +36,15 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
         // Restarts, replicas and ranks must not dial in step: the incarnation is drawn anew by each engine.
         redial_seed: config.peer().incarnation.get().rotate_left(config.peer().tp_rank.get().into()),
         paths: network.paths.clone(),
+        rdma: RdmaConfigFile {
+            devices: network.rdma_devices.clone(),
+            gid_index: network.rdma_gid_index,
+            // With the usual silence these are the defaults; a longer one is for links or devices that are slow.
+            stall_ms: (silence_ms / 2).clamp(100, 600_000),
+            ask_ms: (silence_ms / 10).clamp(10, 600_000),
+            prove_ms: (silence_ms * 3 / 10).clamp(10, 600_000),
+            ..defaults.rdma
+        },
         plain_payload: network.plain_payload,
         link_gbps: network.link_gbps,
         stall_ms: silence_ms,

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests that need an RDMA device, in a guest with soft-RoCE: tests.sh [FILTER]
 #
-# Exit code 75: the guest's packages cannot be had here. KVFERRY_RDMA_ROUNDS sets how often races are tried.
+# Last comes `pair` over RDMA, whose answers must be those of a single process; a FILTER leaves it out. How often, if not as often as
+# the defaults below say: KVFERRY_RDMA_ROUNDS races of fences, KVFERRY_KILLS kills of either side, KVFERRY_ABORTS transfers that are
+# given up. Exit code 75: the guest's packages cannot be had here.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 cd "$here/../.."
@@ -13,21 +15,25 @@ programs=$(python3 - "${CARGO_TARGET_DIR:-target}/softroce-build.json" <<'P'
 import json
 import sys
 
-# The transport's own tests of its queue pairs, and the contract that every transport runs.
+# The transport's own tests of its queue pairs, the contract that every transport runs, and what ends sessions and transfers.
+wanted = {("kvferry_transport", "lib"), ("contract", "test"), ("rdma", "test"), ("killed", "test"), ("aborts", "test"), ("pair", "bin")}
+found = {}
 for line in open(sys.argv[1]):
     message = json.loads(line)
     target = message.get("target", {})
     kind = (target.get("name"), (target.get("kind") or [""])[0])
-    if message.get("executable") and kind in {("kvferry_transport", "lib"), ("contract", "test")}:
-        print(message["executable"])
+    # The program `pair` itself, not its unit tests.
+    is_meant = kind in wanted and (message.get("profile", {}).get("test") or kind[1] == "bin")
+    if message.get("executable") and is_meant and not (kind[1] == "bin" and message["profile"]["test"]):
+        found[kind] = message["executable"]
+if wanted - found.keys():
+    sys.exit(f"softroce: these were not built: {sorted(wanted - found.keys())}")
+# `pair` is the last.
+print(*[program for kind, program in sorted(found.items(), key=lambda item: item[0][1] == "bin")])
 P
 )
-[ "$(wc -w <<<"$programs")" = 2 ] || {
-    echo "softroce: the transport's tests were not built, or others of that name were: $programs" >&2
-    exit 1
-}
 # shellcheck disable=SC2016  # the guest's shell expands it
 exec "$here/run.sh" --timeout "${KVFERRY_SOFTROCE_LIMIT_S:-600}" --env RUST_BACKTRACE=1 \
-    --env "KVFERRY_RDMA_ROUNDS=${KVFERRY_RDMA_ROUNDS:-40}" \
-    -- "$PWD" bash -c 'for program in $1; do "$program" --ignored --test-threads=1 "$2" || exit $?; done' bash \
-    "$programs" "${1:-rdma::}"
+    --env "KVFERRY_RDMA_ROUNDS=${KVFERRY_RDMA_ROUNDS:-40}" --env "KVFERRY_KILLS=${KVFERRY_KILLS:-2}" \
+    --env "KVFERRY_ABORTS=${KVFERRY_ABORTS:-20}" \
+    -- "$PWD" bash integration-tests/softroce/inside.sh "$programs" "${1-}"

@@ -147,6 +147,10 @@ impl PathKind {
     /// All that join processes and need nothing that has to be installed, the best first.
     pub const ALL: [Self; 4] = [Self::SharedMemory, Self::ProcessMemory, Self::UnixSocket, Self::Tcp];
 
+    /// All that a configuration can name, the best first: also those that need devices or libraries.
+    pub const NAMED: [Self; 6] =
+        [Self::SharedMemory, Self::ProcessMemory, Self::UnixSocket, Self::Rdma, Self::Ucx, Self::Tcp];
+
     /// What it is called in configurations, logs and metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -1,5 +1,7 @@
 //! Every transport runs the whole contract.
 
+mod common;
+
 use bytes::Bytes;
 use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::ClusterKey;
@@ -136,67 +138,14 @@ between_processes! {
     tls_beside_shared_memory: [PathKind::SharedMemory, PathKind::UnixSocket], tls();
 }
 
-/// Over soft-RoCE too: `integration-tests/softroce/run.sh`. Its guest is slow, so requests are short.
+/// Over soft-RoCE too: `integration-tests/softroce/tests.sh`.
 mod rdma {
-    use kvferry_transport::rdma::RdmaConfigFile;
-
     use super::*;
 
-    fn file() -> TcpConfigFile {
-        let rdma = RdmaConfigFile {
-            request_bytes: 64 << 10,
-            lane_bytes: 256 << 10,
-            part_bytes: 64 << 10,
-            ack_timeout: 15,
-            stall_ms: 60_000,
-            ask_ms: 60_000,
-            ..RdmaConfigFile::default()
-        };
+    fn make(peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
         // Each grant is told to the peer and fenced by a question, which takes a slow guest a millisecond.
-        TcpConfigFile { paths: vec![PathKind::Rdma, PathKind::Tcp], rdma, max_grants: 1024, ..TcpConfigFile::default() }
+        super::tcp(TcpConfigFile { max_grants: 1024, ..common::rdma_config() }, peer, greeting)
     }
 
-    kvferry_transport::contract_tests!(
-        ignored: "needs an RDMA device", |peer, greeting| -> Box<dyn Transport> { super::tcp(file(), peer, greeting) }
-    );
-
-    /// Packets that soft-RoCE received.
-    fn packets() -> u64 {
-        let devices = std::fs::read_dir("/sys/class/infiniband").unwrap().flatten();
-        let counter = |device: std::fs::DirEntry| device.path().join("ports/1/hw_counters/rcvd_pkts");
-        devices.map(|device| std::fs::read_to_string(counter(device)).unwrap().trim().parse::<u64>().unwrap()).sum()
-    }
-
-    #[test]
-    #[ignore = "needs an RDMA device"]
-    fn the_path_is_said_and_its_payload_goes_by_the_device() {
-        use kvferry_transport::Event;
-        use kvferry_transport::testing::{Node, peer};
-
-        const BYTES: usize = 1 << 20;
-        let make = |peer: PeerId, greeting: Bytes| super::tcp(file(), peer, greeting);
-        let (mut a, mut b) = (Node::new(&make, peer("a", 1), BYTES), Node::new(&make, peer("b", 1), BYTES));
-        a.transport.connect(&b.transport.local_address()).unwrap();
-        let (ours, theirs) = (a.peer.clone(), b.peer.clone());
-        for (node, other) in [(&mut a, theirs), (&mut b, ours)] {
-            let Event::Up { path, .. } = node.wait_up(&other) else { panic!() };
-            assert_eq!(path.kind, PathKind::Rdma, "{path:?}");
-        }
-        a.memory.fill(0, BYTES, 0x6b);
-        let before = packets();
-        for _ in 0..4 {
-            b.memory.fill(0, BYTES, 0);
-            let grant = b.grant(&a.peer, 0, BYTES as u64);
-            // A grant's key reaches its sender by a message, behind the window.
-            b.transport.send(&a.peer, Bytes::from_static(b"granted")).unwrap();
-            a.wait("Message", |event| matches!(event, Event::Message { .. }));
-            let post = a.post(&b.peer, grant, 0, 0, 0, BYTES as u64);
-            b.wait_landed(grant);
-            a.wait_posted(post).unwrap();
-            b.transport.revoke(grant);
-            assert!(b.memory.is_all(0, BYTES, 0x6b));
-        }
-        // A packet carries at most 4096 bytes.
-        assert!(packets() - before >= 4 * BYTES as u64 / 4096, "{} packets", packets() - before);
-    }
+    kvferry_transport::contract_tests!(ignored: "needs an RDMA device", make);
 }

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{address, config, key};
+use common::{address, key, rdma_config};
 use kvferry_protocol::PeerId;
 use kvferry_transport::testing::{Node, PATIENCE, peer};
 use kvferry_transport::{Event, PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
@@ -30,9 +30,12 @@ fn node(name: &str, incarnation: u64, path: &str) -> Node {
         "uds" => vec![PathKind::UnixSocket],
         "cma" => vec![PathKind::ProcessMemory, PathKind::UnixSocket],
         "shm" => vec![PathKind::SharedMemory, PathKind::UnixSocket],
+        "rdma" => vec![PathKind::Rdma, PathKind::Tcp],
         other => panic!("{other} is no way"),
     };
-    let file = TcpConfigFile { paths, keepalive_ms: 200, stall_ms: 2_000, ..config() };
+    // An emulated device and its processors are slow.
+    let stall_ms = if path == "rdma" { 20_000 } else { 2_000 };
+    let file = TcpConfigFile { paths, keepalive_ms: 200, stall_ms, ..rdma_config() };
     let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
         Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
     };
@@ -108,9 +111,26 @@ fn start(role: &str, path: &str, incarnation: u64, survivor: SocketAddr) -> Doom
 
 /// How long the survivor works with the child before that is killed: mostly a few milliseconds, so that the first frames and the
 /// sharing of memory are hit, too.
-fn moment(round: u64) -> Duration {
+fn moment(path: &str, round: u64) -> Duration {
     let mixed = (round + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
-    Duration::from_micros(mixed % if round.is_multiple_of(3) { 20_000 } else { 2_000 })
+    let moment = Duration::from_micros(mixed % if round.is_multiple_of(3) { 20_000 } else { 2_000 });
+    // An emulated device takes a quarter of a second for the window.
+    if path == "rdma" { 10 * moment } else { moment }
+}
+
+/// Waits for the child's session, whose way must be the one that is tested.
+fn wait_up(node: &mut Node, other: &PeerId, path: &str) {
+    let Event::Up { path: taken, .. } = node.wait_up(other) else { unreachable!("wait_up gives Up") };
+    assert_eq!(taken.kind.name(), path, "{taken:?}");
+}
+
+/// What a session takes of the kernel's RDMA objects, and of pinned memory: all of it is given back before its end is told.
+fn devices() -> (String, Vec<String>) {
+    let shown = Command::new("rdma").args(["resource", "show"]).output().unwrap();
+    assert!(shown.status.success(), "{shown:?}");
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let is_pinned = |line: &&str| line.starts_with("VmPin") || line.starts_with("VmLck");
+    (String::from_utf8(shown.stdout).unwrap(), status.lines().filter(is_pinned).map(str::to_owned).collect())
 }
 
 fn kills() -> u64 {
@@ -121,11 +141,12 @@ fn kills() -> u64 {
 fn a_receiver_is_killed(path: &str) {
     let mut node = node("survivor", 1, path);
     node.memory.fill(0, WINDOW as usize, 0x21);
+    let alone = (path == "rdma").then(devices);
     for round in 1..=kills() {
         let mut child = start("receives", path, round, address(&node));
         let other = peer("child", round);
-        node.wait_up(&other);
-        let until = Instant::now() + moment(round);
+        wait_up(&mut node, &other, path);
+        let until = Instant::now() + moment(path, round);
         let mut posts = 0;
         let mut events = Vec::new();
         let mut is_down = false;
@@ -164,17 +185,19 @@ fn a_receiver_is_killed(path: &str) {
             }
         }
         assert_eq!((posts, node.transport.stats().posts_live), (0, 0), "round {round}");
+        assert_eq!((path == "rdma").then(devices), alone, "round {round}");
     }
 }
 
 /// The survivor receives: no byte comes any more once it knows.
 fn a_sender_is_killed(path: &str) {
     let mut node = node("survivor", 1, path);
+    let alone = (path == "rdma").then(devices);
     for round in 1..=kills() {
         let mut child = start("sends", path, round, address(&node));
         let other = peer("child", round);
-        node.wait_up(&other);
-        let until = Instant::now() + moment(round);
+        wait_up(&mut node, &other, path);
+        let until = Instant::now() + moment(path, round);
         let mut grant = node.grant(&other, 0, WINDOW);
         let tell = |node: &Node, grant: kvferry_transport::GrantKey| {
             node.transport.send(&other, Bytes::copy_from_slice(&grant.0.to_le_bytes())).is_ok()
@@ -211,6 +234,7 @@ fn a_sender_is_killed(path: &str) {
         std::thread::yield_now();
         assert!(node.memory.is_all(0, WINDOW as usize, 0x77), "round {round}: late bytes");
         assert_eq!(node.transport.stats().grants_live, 0);
+        assert_eq!((path == "rdma").then(devices), alone, "round {round}");
     }
 }
 
@@ -223,17 +247,28 @@ fn all() -> kvferry_protocol::pages::Pages {
 /// One after the other, since descriptors and mappings of this process are counted.
 #[test]
 fn a_peer_that_is_killed_at_any_moment_holds_nothing_up_and_leaves_nothing() {
+    run(&["tcp", "uds", "cma", "shm"]);
+}
+
+#[test]
+#[ignore = "needs an RDMA device"]
+fn a_peer_that_is_killed_over_rdma_holds_nothing_up_and_leaves_nothing() {
+    run(&["rdma"]);
+}
+
+fn run(paths: &[&str]) {
     let count = || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let maps = maps.lines().filter(|line| line.contains("memfd:kvferry")).count();
         (std::fs::read_dir("/proc/self/fd").unwrap().count(), maps)
     };
-    for path in ["tcp", "uds", "cma", "shm"] {
+    for path in paths {
         for run in [a_receiver_is_killed, a_sender_is_killed] {
             let before = count();
             run(path);
             // The endpoint is gone, with its threads and all that its sessions had.
             assert_eq!(count(), before, "{path}");
         }
+        eprintln!("{path}: {} kills of a receiver and as many of a sender", kills());
     }
 }

@@ -105,7 +105,9 @@ keys! {
     tls_names: String, "`any`", "What a peer's certificate must say: `any` (nothing: every certificate of the authority admits), or `engine` (the peer's `engine_id` is a DNS name among its alternative names).";
     plain_payload: bool, "false", "Whether a path whose K/V is not encrypted (`rdma`, `ucx`) may be named beside TLS.";
     lanes: u64, "2 on one host, 4 to others", "Data connections to each peer, 1 to 64.";
-    paths: Vec<String>, "all", "Ways that K/V may go: `shm` (shared memory), `cma` (read out of the peer's process), `uds` (Unix sockets), all three on one host, and `tcp`; the best that both sides have is taken.";
+    paths: Vec<String>, "all but `rdma` and `ucx`", "Ways that K/V may go: `shm` (shared memory), `cma` (read out of the peer's process), `uds` (Unix sockets), all three on one host, and `tcp`; beside `tcp` also `rdma` (verbs, tested with a pattern in each session) and `ucx`, where they are named. The best that both sides have is taken.";
+    rdma_devices: Vec<String>, "all with an active port", "RDMA devices by name, as `ibv_devices` lists them, if `paths` has `rdma`.";
+    rdma_gid_index: u64, "the best", "Entry of the GID table of the RDMA ports, 0 to 255, if the one that is chosen does not reach the peers.";
     link_gbps: f64, "no limit", "Most gigabits a second sent over one link, in all its lanes.";
     layerwise: bool, "true", "Whether decode uses a layer while later ones still land.";
     load_failure_policy: String, "`recompute`", "After a failed load: `recompute` what is missing, or `fail` the request.";

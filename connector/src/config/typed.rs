@@ -193,6 +193,10 @@ pub struct Network {
     pub lanes: Option<NonZeroU16>,
     /// Ways that K/V may go; not empty.
     pub paths: Vec<PathKind>,
+    /// RDMA devices by name; empty takes each that has an active port.
+    pub rdma_devices: Vec<String>,
+    /// The entry of the GID table of their ports; `None`: the best one.
+    pub rdma_gid_index: Option<u32>,
     /// Most gigabits (10^9 bits) a second sent over one link; finite and above 0.
     pub link_gbps: Option<f64>,
 }
@@ -421,18 +425,27 @@ impl TryFrom<RawConfig> for Network {
                 .transpose()?
                 .and_then(NonZeroU16::new),
             paths: ways(&paths)?,
+            rdma_devices: raw.rdma_devices.unwrap_or_default(),
+            rdma_gid_index: raw.rdma_gid_index.map(|at| number("rdma_gid_index", Some(at), 0, 0..=255)).transpose()?,
             link_gbps: raw.link_gbps,
         })
     }
 }
 
 fn ways(names: &[String]) -> Result<Vec<PathKind>, ConfigError> {
-    let fix = || "write one or more of shm, cma, uds and tcp, or leave it out".to_owned();
+    let fix = || "write one or more of shm, cma, uds, rdma, ucx and tcp, or leave it out".to_owned();
     if names.is_empty() {
         return Err(value("paths", "nothing", fix()));
     }
-    let find = |name: &String| PathKind::ALL.into_iter().find(|path| path.name() == name);
-    names.iter().map(|name| find(name).ok_or_else(|| value("paths", name, fix()))).collect()
+    let find = |name: &String| PathKind::NAMED.into_iter().find(|path| path.name() == name);
+    let ways: Vec<_> =
+        names.iter().map(|name| find(name).ok_or_else(|| value("paths", name, fix()))).collect::<Result<_, _>>()?;
+    let beside = ways.iter().find(|way| matches!(way, PathKind::Rdma | PathKind::Ucx));
+    if let Some(way) = beside.filter(|_| !ways.contains(&PathKind::Tcp)) {
+        let fix = format!("write tcp beside {way}: its words and what it cannot carry go over TCP");
+        return Err(value("paths", way, fix));
+    }
+    Ok(ways)
 }
 
 fn value(key: &str, found: impl fmt::Display, fix: String) -> ConfigError {

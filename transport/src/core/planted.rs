@@ -36,6 +36,8 @@ pub enum Planted {
     SlabKept,
     /// What fills up the frame of a cancelled post is sent before the receiver knows of the cancel.
     FillerAtOnce,
+    /// The test pattern of an RDMA path is written with a flipped bit, as a device or a network that spoils bytes would.
+    PatternSpoilt,
     /// No bug, but what brings out those about waiting: a lane dawdles between the look at a grant and the copy into it.
     LaneSlow,
 }

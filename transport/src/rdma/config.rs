@@ -18,6 +18,7 @@ pub struct RdmaConfig {
     pub(crate) lanes_per_device: usize,
     pub(crate) ack_timeout: u8,
     pub(crate) ask: Duration,
+    pub(crate) prove: Duration,
     pub(crate) machine: MachineConfig,
 }
 
@@ -49,6 +50,8 @@ pub struct RdmaConfigFile {
     pub ack_timeout: u8,
     /// Nothing moved for this long: the peer or the path is dead.
     pub stall_ms: u64,
+    /// How long the test of new queue pairs may take, before a session goes another way.
+    pub prove_ms: u64,
     /// How long a peer may take to let go of a grant that is revoked, before its queue pairs are ended.
     pub ask_ms: u64,
     /// How long a queue pair in error is waited for before it is destroyed.
@@ -72,6 +75,8 @@ impl Default for RdmaConfigFile {
             // 67 ms; with six retries a dead peer is known after about half a second (some devices take four times as long).
             ack_timeout: 14,
             stall_ms: 5_000,
+            // Some devices take two seconds to give a silent peer up.
+            prove_ms: 3_000,
             ask_ms: 1_000,
             drain_ms: 1_000,
         }
@@ -104,6 +109,7 @@ impl TryFrom<RdmaConfigFile> for RdmaConfig {
         within("part_bytes", file.part_bytes, 4 << 10, 1 << 40)?;
         within("ack_timeout", file.ack_timeout.into(), 8, 20)?;
         within("stall_ms", file.stall_ms, 100, 600_000)?;
+        within("prove_ms", file.prove_ms, 10, 600_000)?;
         within("ask_ms", file.ask_ms, 1, 600_000)?;
         within("drain_ms", file.drain_ms, 10, 60_000)?;
         let gid = GidWish { index: file.gid_index, interface: file.interface };
@@ -122,8 +128,9 @@ impl TryFrom<RdmaConfigFile> for RdmaConfig {
             stall: Duration::from_millis(file.stall_ms),
             drain: Duration::from_millis(file.drain_ms),
         };
-        let (devices, ack_timeout, ask) = (file.devices, file.ack_timeout, Duration::from_millis(file.ask_ms));
-        Ok(Self { devices, gid, lanes_per_device: file.queue_pairs_per_device, ack_timeout, ask, machine })
+        let (devices, ack_timeout, lanes_per_device) = (file.devices, file.ack_timeout, file.queue_pairs_per_device);
+        let (ask, prove) = (Duration::from_millis(file.ask_ms), Duration::from_millis(file.prove_ms));
+        Ok(Self { devices, gid, lanes_per_device, ack_timeout, ask, prove, machine })
     }
 }
 

@@ -476,29 +476,48 @@ pub(crate) struct Slots {
     address: NonNull<u8>,
     layout: std::alloc::Layout,
     slot_bytes: usize,
-    region: Option<MemoryRegion>,
+    /// One for each rail that they are used on.
+    regions: Vec<MemoryRegion>,
 }
 
 // SAFETY: it owns its memory; the device uses a slot only between the posting and the completion of a request on it.
 unsafe impl Send for Slots {}
 
 impl Slots {
-    pub(crate) fn new(domain: &Arc<ProtectionDomain>, slots: usize, slot_bytes: usize) -> io::Result<Self> {
+    /// Slots that the devices of these domains read and write, and their peers too if `are_targets`.
+    pub(crate) fn new<'a>(
+        domains: impl IntoIterator<Item = &'a Arc<ProtectionDomain>>,
+        slots: usize,
+        slot_bytes: usize,
+        are_targets: bool,
+    ) -> io::Result<Self> {
         let bytes = slots.checked_mul(slot_bytes).filter(|bytes| *bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
         let layout = std::alloc::Layout::from_size_align(bytes, 4096).map_err(|_| io::ErrorKind::InvalidInput)?;
         // SAFETY: the layout has more than no bytes.
         let address = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or(io::ErrorKind::OutOfMemory)?;
-        let mut slots = Self { address, layout, slot_bytes, region: None };
+        let mut slots = Self { address, layout, slot_bytes, regions: Vec::new() };
         let memory = Memory { address, bytes, kind: MemoryKind::Host, file: None };
         let run = Region::new(&memory).run(0, bytes as u64).ok_or(io::ErrorKind::InvalidInput)?;
-        slots.region = Some(MemoryRegion::new(domain, run, false)?);
+        for domain in domains {
+            slots.regions.push(MemoryRegion::new(domain, run, are_targets)?);
+        }
         Ok(slots)
     }
 
-    /// The buffer of a slot, or of its first bytes.
+    /// The first slot's address.
+    pub(crate) fn address(&self) -> u64 {
+        self.start(0).as_ptr() as u64
+    }
+
+    /// Its registrations, in the order of the domains.
+    pub(crate) fn regions(&self) -> &[MemoryRegion] {
+        &self.regions
+    }
+
+    /// The buffer of a slot, or of its first bytes, for the first domain.
     pub(crate) fn buffer(&self, slot: usize, bytes: usize) -> ibv_sge {
         let addr = self.start(slot).as_ptr() as u64;
-        let lkey = self.region.as_ref().map_or(0, |region| region.local_key);
+        let lkey = self.regions.first().map_or(0, |region| region.local_key);
         // At most a slot, which is far shorter than 4 GiB.
         ibv_sge { addr, length: bytes.min(self.slot_bytes) as u32, lkey }
     }
@@ -534,7 +553,7 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        drop(self.region.take());
+        self.regions.clear();
         // SAFETY: allocated with this layout, and no device knows it any more.
         unsafe { std::alloc::dealloc(self.address.as_ptr(), self.layout) }
     }

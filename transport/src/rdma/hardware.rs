@@ -20,9 +20,10 @@ use super::ffi::{
     write_request,
 };
 use super::machine::{Machine, MachineConfig, PREFIX_BYTES};
-use super::memory::PeerMemory;
+use super::memory::{PeerMemory, RegionKeys};
+use super::proof::LANE_PATTERN_BYTES;
 use super::rails::{Adapter, RailsParameters};
-use super::work::{Chain, Completion, Direction, Done, Fault, Lanes, NotPosted, Posting, Request};
+use super::work::{Chain, Completion, Direction, Done, Fault, Key, Lanes, NotPosted, Posting, Request};
 use crate::core::random;
 
 /// Where one queue pair is reached.
@@ -58,6 +59,9 @@ pub(crate) struct Hardware {
     send_slots: Slots,
     receive_slots: Slots,
     receive_count: u64,
+    /// The test pattern of this side, and where the peer's comes.
+    pattern: Slots,
+    pattern_target: Slots,
     pub(super) peer: PeerMemory,
     peer_rails: usize,
     /// Copies of the rails' keys, so that a request needs no lock.
@@ -101,14 +105,21 @@ impl Hardware {
         }
         let slot_bytes = PREFIX_BYTES + config.head_bytes;
         let receive_count = Machine::receives(config, 0);
+        let failed = |error| failed(&rails[0].facts.device, "reg_mr of word and pattern buffers", error);
         let slots = |count: u32| {
-            let made = Slots::new(&rails[0].domain, count as usize, slot_bytes);
-            made.map_err(|error| failed(&rails[0].facts.device, "reg_mr of word buffers", error))
+            let domains = rails.iter().take(1).map(|rail| &rail.domain);
+            Slots::new(domains, count as usize, slot_bytes, false).map_err(failed)
+        };
+        let pattern = |is_target: bool| {
+            let bytes = config.payload_lanes * LANE_PATTERN_BYTES;
+            Slots::new(rails.iter().map(|rail| &rail.domain), 1, bytes, is_target).map_err(failed)
         };
         Ok(Self {
             send_slots: slots(Machine::send_slots(config))?,
             receive_slots: slots(receive_count)?,
             receive_count: receive_count.into(),
+            pattern: pattern(false)?,
+            pattern_target: pattern(true)?,
             pairs,
             queues,
             peer: PeerMemory::default(),
@@ -141,6 +152,24 @@ impl Hardware {
             }
         };
         self.pairs.iter().map(address).collect()
+    }
+
+    /// What the peer must know to write its test pattern.
+    pub(super) fn pattern_keys(&self) -> RegionKeys {
+        let bytes = (self.pairs.len().saturating_sub(1) * LANE_PATTERN_BYTES) as u64;
+        let keys = self.pattern_target.regions().iter().map(|region| region.remote_key).collect();
+        RegionKeys { address: self.pattern_target.address(), bytes, piece_bytes: bytes.max(1), pieces: vec![keys] }
+    }
+
+    /// Lays out the own test pattern; gives its address.
+    pub(super) fn lay_pattern(&mut self, pattern: &[u8]) -> u64 {
+        self.pattern.fill(0, &[pattern]);
+        self.pattern.address()
+    }
+
+    /// What came as the peer's test pattern.
+    pub(super) fn came_as_pattern(&self) -> Vec<u8> {
+        self.pattern_target.copy(0, usize::MAX)
     }
 
     /// Ready to receive. Receives are posted between this and [`ready_to_send`](Self::ready_to_send).
@@ -258,7 +287,10 @@ impl Lanes for Hardware {
         let gathered = chain.segments.iter().map(|segment| ibv_sge {
             addr: segment.address,
             length: segment.bytes,
-            lkey: keys.get(segment.key.0 as usize).copied().unwrap_or(0),
+            lkey: match segment.key {
+                Key::PATTERN => self.pattern.regions().get(rail).map_or(0, |region| region.local_key),
+                key => keys.get(key.0 as usize).copied().unwrap_or(0),
+            },
         });
         let words = chain.postings.iter().filter_map(|posting| match posting.request {
             Request::Word { slot, bytes } => Some(self.send_slots.buffer(slot, bytes)),

@@ -16,6 +16,9 @@ mod inbound;
 mod lane;
 #[cfg(test)]
 mod mock;
+mod planted;
+#[cfg(test)]
+mod proving;
 #[cfg(test)]
 mod tests;
 
@@ -28,6 +31,7 @@ use bytes::Bytes;
 use self::cut::{RequestLimits, parts};
 use self::inbound::{Inbound, prefix};
 use self::lane::Lane;
+use self::planted::{Plant, Planted};
 use crate::rdma::work::{Chain, Completion, Direction, Done, Fault, Lanes, NotPosted, Order, Posting, Request};
 
 pub(crate) use self::inbound::PREFIX_BYTES;
@@ -243,6 +247,16 @@ impl Machine {
         bytes <= self.config.head_bytes.min(self.peer_head_bytes)
     }
 
+    /// Of each payload lane, how many parts of writes from here the peer's device has.
+    pub(crate) fn parts_ended(&self) -> Vec<u64> {
+        self.lanes[1..].iter().map(|lane| lane.parts_ended).collect()
+    }
+
+    /// Of each payload lane, how many parts of the peer's writes are in place: a completion said so.
+    pub(crate) fn parts_taken(&self) -> Vec<u64> {
+        self.lanes[1..].iter().map(|lane| lane.parts_taken).collect()
+    }
+
     /// Takes back an order that has not begun.
     pub(crate) fn withdraw(&mut self, id: u64) -> Option<Order> {
         let at = self.waiting.iter().position(|order| order.id == id)?;
@@ -335,8 +349,10 @@ impl Machine {
             _ => {
                 // Requests of a lane run in order: those before it succeeded too.
                 let (begun, events, heads_ended) = (&mut self.begun, &mut self.events, &mut self.heads_ended);
+                let mut parts_ended = 0;
                 books.retire(number + 1, now, |tag| {
                     *heads_ended += u64::from(lane == 0);
+                    parts_ended += 1;
                     let Some(write) = begun.get_mut(&tag) else { return };
                     write.left -= 1;
                     if write.left == 0 {
@@ -344,6 +360,7 @@ impl Machine {
                         begun.remove(&tag);
                     }
                 });
+                books.parts_ended += parts_ended;
                 return;
             }
         };
@@ -384,7 +401,10 @@ impl Machine {
                 self.starved = self.starved.map(|_| now);
                 None
             }
-            (1.., Done::Tag(tag)) => self.inbound.tag(lane, tag)?,
+            (1.., Done::Tag(tag)) => {
+                self.lanes[lane].parts_taken += 1;
+                self.inbound.tag(lane, tag)?
+            }
             _ => return Err(Fault::Protocol("what this queue pair does not carry")),
         };
         if let Some(head) = landed {
@@ -447,7 +467,8 @@ impl Machine {
     /// Cuts a write into parts and queues each in the lane that has the least to do. Returns how many parts.
     fn spread(&mut self, order: &Arc<Order>, tag: u32) -> u8 {
         let bytes: u64 = order.runs.iter().map(|run| run.bytes).sum();
-        let count = (bytes / self.config.part_bytes).clamp(1, self.config.payload_lanes as u64);
+        let lanes = self.config.payload_lanes as u64;
+        let count = if order.is_spread { lanes } else { (bytes / self.config.part_bytes).clamp(1, lanes) };
         let parts = parts(order, tag, bytes, count);
         let count = parts.len();
         self.begun.insert(tag, Begun { id: order.id, left: count as u32 + 1 });
@@ -547,46 +568,5 @@ impl Machine {
         let failed = begun.chain(waiting).map(|id| MachineEvent::Failed { id, fault: fault.clone() });
         self.events.extend(failed);
         self.events.push_back(MachineEvent::Closed);
-    }
-}
-
-/// A bug that tests put in, to see that they find it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Plant {
-    /// A completion that comes twice is taken twice.
-    DuplicateTaken,
-    /// A receive that was consumed is not posted anew.
-    ReceiveNotPosted,
-    /// Writes begin though the peer has no place.
-    WindowIgnored,
-    /// More requests are posted than the send queue holds.
-    DepthIgnored,
-    /// The last request of a chain makes no completion.
-    LastUnsignalled,
-    /// The end is told, and queue pairs are left, while requests are in flight.
-    ClosedBeforeDrained,
-    /// Places are given back twice.
-    PlacesReturnedTwice,
-    /// A write has landed with its word and the first of its tags.
-    LandedEarly,
-    /// A tag that comes before its write's word is dropped.
-    EarlyTagDropped,
-    /// A failed request ends its write as if it had succeeded.
-    FailureTakenForSuccess,
-}
-
-/// Which bug is planted; none outside of tests.
-#[derive(Clone, Copy, Debug, Default)]
-struct Planted(#[cfg(test)] Option<Plant>);
-
-impl Planted {
-    #[cfg(test)]
-    fn is(self, bug: Plant) -> bool {
-        self.0 == Some(bug)
-    }
-
-    #[cfg(not(test))]
-    const fn is(self, _: Plant) -> bool {
-        false
     }
 }

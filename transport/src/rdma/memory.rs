@@ -120,6 +120,7 @@ impl Registered {
 pub(crate) struct PeerMemory {
     regions: Vec<(RegionKeys, u32)>,
     keys: Vec<Vec<u32>>,
+    pattern: Option<RegionKeys>,
 }
 
 /// The most pieces of a peer's regions that are remembered.
@@ -147,6 +148,22 @@ impl PeerMemory {
         Ok(())
     }
 
+    /// Takes what a peer says of the memory for test patterns of `bytes` bytes.
+    pub(crate) fn set_pattern(&mut self, memory: RegionKeys, bytes: usize, rails: usize) -> Result<(), RdmaError> {
+        let is_one_piece = memory.pieces.len() == 1 && memory.pieces.iter().all(|keys| keys.len() == rails);
+        if !is_one_piece || memory.bytes != bytes as u64 || memory.address.checked_add(memory.bytes).is_none() {
+            let problem = format!("its memory for test patterns is not one piece of {bytes} bytes");
+            return Err(RdmaError::Parameters { problem });
+        }
+        self.pattern = Some(memory);
+        Ok(())
+    }
+
+    /// Where test patterns go.
+    pub(crate) fn pattern_address(&self) -> Option<u64> {
+        self.pattern.as_ref().map(|memory| memory.address)
+    }
+
     /// Calls `piece(key, address, bytes)` for the parts of a range of a region, each in one piece.
     pub(crate) fn locate(
         &self,
@@ -172,6 +189,9 @@ impl PeerMemory {
 
     /// A rail's key of the peer's device for writing a piece.
     pub(crate) fn remote_key(&self, key: Key, rail: usize) -> Option<u32> {
+        if key == Key::PATTERN {
+            return self.pattern.as_ref()?.pieces.first()?.get(rail).copied();
+        }
         self.keys.get(key.0 as usize)?.get(rail).copied()
     }
 }
@@ -241,6 +261,23 @@ mod tests {
         for (region, offset, bytes) in [(1, 200, 51), (1, u64::MAX, 2), (2, 0, 1)] {
             assert!(memory.locate(region, offset, bytes, |_, _, _| ()).is_err());
         }
+    }
+
+    #[test]
+    fn memory_for_patterns_is_one_piece_of_their_length_with_a_key_for_each_rail() {
+        let mut memory = PeerMemory::default();
+        let one = RegionKeys { address: 40, bytes: 64, piece_bytes: 64, pieces: vec![vec![8, 9]] };
+        assert_eq!((memory.pattern_address(), memory.remote_key(Key::PATTERN, 0)), (None, None));
+        for (name, wrong) in [
+            ("shorter", RegionKeys { bytes: 63, ..one.clone() }),
+            ("a key too few", RegionKeys { pieces: vec![vec![8]], ..one.clone() }),
+            ("two pieces", RegionKeys { pieces: vec![vec![8, 9]; 2], ..one.clone() }),
+            ("overflow", RegionKeys { address: u64::MAX - 3, ..one.clone() }),
+        ] {
+            assert!(memory.set_pattern(wrong, 64, 2).is_err(), "{name}");
+        }
+        memory.set_pattern(one, 64, 2).unwrap();
+        assert_eq!((memory.pattern_address(), memory.remote_key(Key::PATTERN, 1)), (Some(40), Some(9)));
     }
 
     #[test]

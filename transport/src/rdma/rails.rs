@@ -8,13 +8,16 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
 use super::config::RdmaConfig;
 use super::device::{PortFacts, Rail, failed, open_rails};
 use super::error::RdmaError;
 use super::hardware::{Hardware, LaneAddress};
 use super::machine::{MAX_PAYLOAD_LANES, Machine, MachineConfig, MachineCounts, MachineEvent, Untaken};
 use super::memory::{PeerMemory, RegionKeys, Registered};
-use super::work::{Completion, Fault, Key, Order};
+use super::proof::LANE_PATTERN_BYTES;
+use super::work::{Completion, Fault, Key, Order, Run};
 use crate::raw::{RawRun, Region};
 
 /// The devices of one endpoint and the memory that is registered on them.
@@ -141,6 +144,51 @@ impl Rails {
         self.hardware.connect(peer)?;
         self.machine.open(&mut self.hardware, peer.window, peer.head_bytes as usize, now);
         self.hardware.ready_to_send()
+    }
+
+    /// Bytes of a test pattern.
+    pub(crate) fn pattern_bytes(&self) -> usize {
+        self.config.payload_lanes * LANE_PATTERN_BYTES
+    }
+
+    /// Where the peer is to write its test pattern.
+    pub(crate) fn pattern_keys(&self) -> RegionKeys {
+        self.hardware.pattern_keys()
+    }
+
+    /// Takes where this side is to write its test pattern.
+    pub(crate) fn set_peer_pattern(&mut self, memory: RegionKeys) -> Result<(), RdmaError> {
+        let (bytes, rails) = (self.pattern_bytes(), self.hardware.peer_rails());
+        self.hardware.peer.set_pattern(memory, bytes, rails)
+    }
+
+    /// Writes a test pattern over all payload lanes; its head is empty. `false` if it cannot be posted.
+    pub(crate) fn write_pattern(&mut self, pattern: &[u8], id: u64, now: Instant) -> bool {
+        let Some(remote) = self.hardware.peer.pattern_address() else { return false };
+        let local = self.hardware.lay_pattern(pattern);
+        let (local_key, remote_key, bytes) = (Key::PATTERN, Key::PATTERN, pattern.len() as u64);
+        let runs = vec![Run { local, local_key, remote, remote_key, bytes }];
+        self.post(Order { id, head: Bytes::new(), runs, is_spread: true }, now).is_ok()
+    }
+
+    /// What came as the peer's test pattern.
+    pub(crate) fn came_as_pattern(&self) -> Vec<u8> {
+        self.hardware.came_as_pattern()
+    }
+
+    /// Of each payload lane, how many parts from here have ended, and how many of the peer's are in place.
+    pub(crate) fn parts_ended(&self) -> Vec<u64> {
+        self.machine.parts_ended()
+    }
+
+    /// See [`parts_ended`](Self::parts_ended).
+    pub(crate) fn parts_taken(&self) -> Vec<u64> {
+        self.machine.parts_taken()
+    }
+
+    /// Whether it is connected and nothing has ended it.
+    pub(crate) fn is_open(&self) -> bool {
+        self.machine.is_open()
     }
 
     /// Takes what the peer says of its regions, in its order.

@@ -9,6 +9,11 @@ use bytes::Bytes;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Key(pub(crate) u32);
 
+impl Key {
+    /// The memory of a peer's queue pairs that a test pattern is read from, or written to.
+    pub(crate) const PATTERN: Self = Self(u32::MAX);
+}
+
 /// Bytes that are contiguous on both sides.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Run {
@@ -29,6 +34,8 @@ pub(crate) struct Order {
     /// What the receiver gets with the landing.
     pub(crate) head: Bytes,
     pub(crate) runs: Vec<Run>,
+    /// Whether it goes over all lanes, however short it is.
+    pub(crate) is_spread: bool,
 }
 
 /// A contiguous local source of a request.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GOODBYE_BYTES, Refusal};
 
+use super::coming::Coming;
 use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
@@ -24,6 +25,8 @@ const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 pub(crate) struct Control {
     pub(crate) session: Arc<Session>,
+    /// Until the session is told.
+    pub(crate) coming: Option<Box<Coming>>,
     stream: Stream,
     input: Vec<u8>,
     /// The header of the frame whose body is being read.
@@ -43,11 +46,18 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    pub(crate) fn new(session: Arc<Session>, stream: Stream, now: Instant, keepalive: Duration) -> Self {
+    pub(crate) fn new(
+        session: Arc<Session>,
+        stream: Stream,
+        now: Instant,
+        keepalive: Duration,
+        coming: Coming,
+    ) -> Self {
         // One that asks is enough for both: who dialled does. What it hears then is no reason to ask later the next time.
         let quiet = if session.address.is_some() { keepalive / 2 } else { keepalive * 3 / 2 };
         Self {
             session,
+            coming: Some(Box::new(coming)),
             stream,
             input: Vec::new(),
             header: None,
@@ -132,7 +142,10 @@ impl Control {
 
     fn read(&mut self, core: &Core, now: Instant) -> Result<(), TransportError> {
         for _ in 0..TURN_FRAMES {
-            self.is_held_back = core.events.is_full();
+            // A message waits for room, and until the session is told. What else comes makes no event or ends something, and somebody
+            // who would poll may wait for it: for the peer's word about a fence.
+            let is_early = self.coming.is_some() || core.events.is_full();
+            self.is_held_back = is_early && self.header.is_some_and(|header| header.kind == FrameKind::Message);
             if self.is_held_back {
                 return Ok(());
             }
@@ -147,7 +160,7 @@ impl Control {
                     let bytes = input.first_chunk().ok_or_else(|| self.wrong("a short header".to_owned()))?;
                     let header = FrameHeader::decode(bytes, self.session.version);
                     let header = header.map_err(|error| self.wrong(error.to_string()))?;
-                    if header.table_bytes > 0 {
+                    if header.table_bytes > 0 || header.kind == FrameKind::Message {
                         self.header = Some(header);
                     } else {
                         self.take(core, &header, Vec::new())?;
@@ -196,7 +209,7 @@ impl Control {
             }
             FrameKind::Path => {
                 let word = VerbsWord::decode(&body).map_err(|problem| self.wrong(problem.to_owned()))?;
-                let verbs = session.verbs.as_ref();
+                let verbs = session.rdma.as_ref();
                 verbs
                     .ok_or_else(|| self.wrong("a word of a path that is not taken".to_owned()))?
                     .hear(session.key, word);

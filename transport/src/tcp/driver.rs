@@ -14,6 +14,7 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, Introduction, PeerIdentity}
 
 use super::accept::{Accepting, Listeners};
 use super::calls::Bell;
+use super::coming::Coming;
 use super::control::Control;
 use super::endpoint::{Command, Shared};
 use super::handshaking::{Handshaking, Opening, Role};
@@ -47,6 +48,8 @@ pub(crate) struct Driver<'a> {
     pub(super) pending: HashMap<PendingKey, Pending>,
     /// Boxed: a table has room for twice as many.
     pub(super) live: HashMap<SessionKey, Box<Control>>,
+    /// Which of them is with whom.
+    by_peer: HashMap<PeerId, SessionKey>,
     /// Sessions that read nothing until events are polled.
     held: HashSet<u64>,
     /// Sessions whose control lane can go on.
@@ -54,7 +57,7 @@ pub(crate) struct Driver<'a> {
     pub(super) targets: HashMap<SocketAddr, Target>,
     pub(super) back_off: BackOff,
     pub(super) superseded: Superseded,
-    next_data: usize,
+    pub(super) next_data: usize,
 }
 
 /// A socket that this thread waits for.
@@ -118,6 +121,7 @@ pub(crate) fn run(shared: &Arc<Shared>, listeners: Listeners, poller: Poller) {
         handshaking: HashMap::new(),
         pending: HashMap::new(),
         live: HashMap::new(),
+        by_peer: HashMap::new(),
         held: HashSet::new(),
         queue: VecDeque::new(),
         targets: HashMap::new(),
@@ -181,16 +185,13 @@ impl Driver<'_> {
             Command::Disconnect { peer, reason } => {
                 let is_theirs = |_: &SocketAddr, target: &mut Target| target.peer.as_ref() == Some(&peer);
                 let unwanted: Vec<_> = self.targets.extract_if(is_theirs).map(|(address, _)| address).collect();
-                let session = {
-                    let mut state = self.shared.lock();
-                    state.wanted.retain(|wanted| !unwanted.contains(wanted));
-                    state.sessions.get(&peer).map(|session| session.key)
-                };
+                self.shared.lock().wanted.retain(|wanted| !unwanted.contains(wanted));
                 unwanted.into_iter().for_each(|address| self.timers.clear(Due::Target(address)));
-                if let Some(key) = session {
+                if let Some(key) = self.by_peer.get(&peer).copied() {
                     self.end_session(key, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
                 }
             }
+            Command::Proved { session, outcome } => self.proved(session, outcome),
             Command::Broken { session, reason } => {
                 let word = reason.to_string();
                 self.end_session(session, reason, Some(&word));
@@ -201,7 +202,7 @@ impl Driver<'_> {
     fn dial_target(&mut self, address: SocketAddr) {
         let waiting = self.targets.get_mut(&address).filter(|target| target.state == TargetState::Waiting);
         let Some(target) = waiting else { return };
-        if target.peer.as_ref().is_some_and(|peer| self.shared.lock().sessions.contains_key(peer)) {
+        if target.peer.as_ref().is_some_and(|peer| self.by_peer.contains_key(peer)) {
             // It dialled us meanwhile; that session is as good.
             return self.retry(address);
         }
@@ -409,7 +410,6 @@ impl Driver<'_> {
         let (shared, now) = (self.shared, Instant::now());
         let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
         let are_unix = streams.iter().all(Stream::is_unix);
-        let path = pending.choice.report(are_unix);
         let sharing = sharing(&pending.choice, are_unix, &streams, shared.config.max_posts);
         let key = shared.core.next_session();
         let setup = SessionSetup {
@@ -420,47 +420,30 @@ impl Driver<'_> {
             max_posts: shared.config.max_posts,
             link_bytes_per_second: shared.config.link_bytes_per_second,
             sharing,
-            verbs: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
+            rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
             control_bell: Bell::new(&shared.waker, key.0),
         };
         let session = Arc::new(Session::new(setup, now));
-        self.open_ucx(&session, pending.choice.by_ucx && !are_unix);
-        shared.core.grants.open_session(key);
         if let Some(target) = pending.dialled.and_then(|address| self.targets.get_mut(&address)) {
             target.reached(&peer, key, &self.back_off);
         }
-        let (tls, not) = (control.is_tls(), pending.choice.reasons());
-        tracing::info!(%peer, session = key.0, lanes = streams.len(), tls, path = %path.kind, %not, "session up");
-        Counters::add(&shared.core.counters.sessions_up, 1);
-        shared.begin(&session);
-        shared.core.events.push(Event::Up {
-            peer,
-            session: key.0,
-            address: pending.dialled.map(PeerAddress::Tcp),
-            version: pending.version,
-            greeting: pending.identity.greeting.into(),
-            path,
-        });
-        self.give_lanes(&session, streams);
-        self.live.insert(key, Box::new(Control::new(session, control, now, shared.config.keepalive)));
-        self.serve(key);
-    }
-
-    /// Gives lanes to data threads, one after the other.
-    fn give_lanes(&mut self, session: &Arc<Session>, streams: Vec<Stream>) {
-        let threads: Vec<_> = self.shared.data.iter().cycle().skip(self.next_data).take(streams.len()).collect();
-        self.next_data = (self.next_data + streams.len()) % self.shared.data.len();
-        let bells: Vec<_> = threads.iter().map(|thread| thread.bell()).collect();
-        let keys: Vec<_> = bells.iter().map(Bell::key).collect();
-        session.set_lane_bells(bells);
-        for (index, ((stream, thread), key)) in streams.into_iter().zip(threads).zip(keys).enumerate() {
-            thread.add(key, Arc::clone(session), stream, index == 0);
+        let coming =
+            Coming { identity: pending.identity, choice: pending.choice, streams, are_unix, is_tls: control.is_tls() };
+        let control = Control::new(Arc::clone(&session), control, now, shared.config.keepalive, coming);
+        self.live.insert(key, Box::new(control));
+        self.by_peer.insert(peer, key);
+        match &session.rdma {
+            Some(rdma) => {
+                rdma.join(&session);
+                self.serve(key);
+            }
+            None => self.begin(key),
         }
     }
 
     /// Begins to make a session's link over UCX, if it was chosen: tells the peer how to reach it.
-    fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
+    pub(super) fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
         let Some(ucx) = self.shared.ucx.as_ref().filter(|_| is_chosen) else { return };
         match ucx.open(session) {
             Ok((lane, body)) => {
@@ -486,7 +469,7 @@ impl Driver<'_> {
         }
     }
 
-    fn serve(&mut self, key: SessionKey) {
+    pub(super) fn serve(&mut self, key: SessionKey) {
         let (core, config, now) = (&self.shared.core, &self.shared.config, Instant::now());
         let Some(control) = self.live.get_mut(&key) else { return };
         let mut outcome = control.turn(core, now, config.keepalive, config.stall);
@@ -517,12 +500,15 @@ impl Driver<'_> {
         self.poller.forget(Key::Session(key).get(), control.fd());
         self.timers.clear(Due::Session(key));
         self.held.remove(&key.0);
+        self.by_peer.remove(&control.session.peer);
         let session = Arc::clone(&control.session);
         let mut state = self.shared.lock();
         if state.sessions.get(&session.peer).is_some_and(|known| known.key == session.key) {
             state.sessions.remove(&session.peer);
         }
         drop(state);
+        // One that was dialled and never up is told as an attempt that failed; the other side's is nobody's concern.
+        let is_told = control.coming.is_none() || session.address.is_some();
         control.close(goodbye);
         session.finish(&self.shared.core, &reason);
         session.ring_lanes();
@@ -531,11 +517,18 @@ impl Driver<'_> {
         }
         tracing::info!(peer = %session.peer, session = session.key.0, %reason, "session down");
         Counters::add(&self.shared.core.counters.sessions_down, 1);
-        self.shared.core.events.push(Event::Down {
-            peer: Some(session.peer.clone()),
-            address: session.address.map(PeerAddress::Tcp),
-            reason,
-        });
+        if is_told {
+            self.shared.core.events.push(Event::Down {
+                peer: Some(session.peer.clone()),
+                address: session.address.map(PeerAddress::Tcp),
+                reason,
+            });
+        }
+    }
+
+    /// The session with a peer, if there is one or one is coming.
+    pub(super) fn session_with(&self, peer: &PeerId) -> Option<&Session> {
+        self.live.get(self.by_peer.get(peer)?).map(|control| &*control.session)
     }
 
     /// Whether the session is the one by which the address is reached.

@@ -35,6 +35,8 @@ const MAX_EXTENTS: usize = 1 << 16;
 const DIRECT_RUN_BYTES: u64 = 4 << 10;
 /// The same where the receiver copies out of our memory: packing would be a second copy. An estimate, too.
 const DIRECT_LENT_RUN_BYTES: u64 = 256;
+/// The same where the sender's device gathers: what is packed is not registered, and goes over TCP lanes. An estimate as well.
+const DIRECT_DEVICE_RUN_BYTES: u64 = 256;
 
 /// A TCP endpoint. Dropping it shuts it down.
 pub struct Tcp {
@@ -73,8 +75,19 @@ pub(crate) struct State {
 pub(crate) enum Command {
     Connect(SocketAddr),
     Forget(SocketAddr),
-    Disconnect { peer: PeerId, reason: String },
-    Broken { session: SessionKey, reason: TransportError },
+    Disconnect {
+        peer: PeerId,
+        reason: String,
+    },
+    Broken {
+        session: SessionKey,
+        reason: TransportError,
+    },
+    /// Whether a session's RDMA path may be used, or why not.
+    Proved {
+        session: SessionKey,
+        outcome: Result<(), String>,
+    },
 }
 
 impl Tcp {
@@ -201,7 +214,7 @@ impl Shared {
     /// Makes a session known.
     pub(crate) fn begin(&self, session: &Arc<Session>) {
         let insert = || drop(self.lock().sessions.insert(session.peer.clone(), Arc::clone(session)));
-        match &session.verbs {
+        match session.verbs() {
             Some(verbs) => verbs.begin(session, insert),
             None => insert(),
         }
@@ -332,7 +345,7 @@ impl Transport for Tcp {
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError> {
         let session = self.shared.session(peer)?;
         let grant = self.shared.core.grant(peer, session.key, &pages)?;
-        if let Some(verbs) = &session.verbs {
+        if let Some(verbs) = session.verbs() {
             verbs.tell_window(&session, grant, pages);
             self.shared.waker.wake();
         }
@@ -371,8 +384,11 @@ impl Transport for Tcp {
     }
 
     fn direct_run_bytes(&self, peer: &PeerId) -> u64 {
-        let shares = self.shared.session(peer).is_ok_and(|session| session.sharing.is_some());
-        if shares { DIRECT_LENT_RUN_BYTES } else { DIRECT_RUN_BYTES }
+        match self.shared.session(peer) {
+            Ok(session) if session.sharing.is_some() => DIRECT_LENT_RUN_BYTES,
+            Ok(session) if session.verbs().is_some() => DIRECT_DEVICE_RUN_BYTES,
+            _ => DIRECT_RUN_BYTES,
+        }
     }
 
     fn interrupt(&self) {
@@ -448,7 +464,7 @@ fn start_verbs(config: &TcpConfig) -> Result<Arc<Verbs>, String> {
 }
 
 /// An error and what is behind it, in one line.
-fn with_cause(error: &dyn std::error::Error) -> String {
+pub(super) fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(source) => format!("{error}: {}", with_cause(source)),
         None => error.to_string(),

@@ -10,6 +10,7 @@
 
 mod accept;
 mod calls;
+mod coming;
 mod config;
 mod control;
 mod data;

@@ -33,7 +33,7 @@ pub(crate) struct Choice {
     pub(crate) by_address: bool,
     /// On TCP lanes, RDMA devices carry what they can reach.
     pub(crate) by_device: bool,
-    /// On TCP lanes, a link over UCX carries the payload.
+    /// On TCP lanes without that, a link over UCX carries the payload.
     pub(crate) by_ucx: bool,
     /// Why the better ways are not taken.
     pub(crate) not: Vec<(PathKind, String)>,
@@ -87,7 +87,7 @@ impl Local {
         }
         // What no lane can carry goes by TCP, so it is offered beside that.
         if self.rdma.is_ok() && self.allows(PathKind::Tcp) {
-            offer(OfferKind::RDMA, Vec::new());
+            offer(OfferKind::RDMA, RDMA_WORDS.to_vec());
         }
         if self.ucx.is_ok() {
             offer(OfferKind::UCX, Vec::new());
@@ -126,6 +126,10 @@ impl Local {
             || reason(PathKind::ProcessMemory, by_address.as_ref().map(|_| ()))
             || reason(PathKind::UnixSocket, sockets.as_ref().map(|_| ()));
         let mut beside_tcp = |kind, ours: &Result<(), String>, offer| match (ours, find(offer)) {
+            (Ok(()), Some(offer)) if kind == PathKind::Rdma && offer.parameters != RDMA_WORDS => {
+                not.push((kind, "the peer's release says it in other words".to_owned()));
+                false
+            }
             (Ok(()), Some(_)) => true,
             (Ok(()), None) => {
                 not.push((kind, "the peer does not offer it".to_owned()));
@@ -141,7 +145,7 @@ impl Local {
         };
         // Also beside Unix lanes, which the dialler may find out of reach.
         let by_device = beside_tcp(PathKind::Rdma, &self.rdma, OfferKind::RDMA);
-        let by_ucx = !by_device && beside_tcp(PathKind::Ucx, &self.ucx, OfferKind::UCX);
+        let by_ucx = beside_tcp(PathKind::Ucx, &self.ucx, OfferKind::UCX);
         let route = match unix {
             Ok(name) if best => {
                 not.retain(|(kind, _)| *kind < PathKind::Rdma);
@@ -195,6 +199,12 @@ impl Local {
 }
 
 impl Choice {
+    /// Takes the next way: RDMA was tried, and does not work.
+    pub(crate) fn without_device(&mut self, reason: String) {
+        self.by_device = false;
+        self.not.push((PathKind::Rdma, reason));
+    }
+
     /// What was taken, once the lanes are there.
     pub(crate) fn report(&self, lanes_are_unix: bool) -> PathReport {
         let mut not = self.not.clone();
@@ -213,15 +223,31 @@ impl Choice {
                 }
             }
         };
+        not.retain(|(other, _)| *other < kind);
+        not.sort_by_key(|(kind, _)| *kind);
         PathReport { kind, not }
     }
 
     /// In words, for an error.
     pub(crate) fn reasons(&self) -> String {
-        let reasons: Vec<String> = self.not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
-        reasons.join("; ")
+        reasons(&self.not)
     }
 }
+
+impl PathReport {
+    /// In words, for a log.
+    pub(crate) fn reasons(&self) -> String {
+        reasons(&self.not)
+    }
+}
+
+fn reasons(not: &[(PathKind, String)]) -> String {
+    let reasons: Vec<String> = not.iter().map(|(kind, why)| format!("{kind}: {why}")).collect();
+    reasons.join("; ")
+}
+
+/// The version of the words of the RDMA path, which are said on the control lane.
+const RDMA_WORDS: &[u8] = &[1];
 
 const NOT_ALLOWED: &str = "this side's configuration does not allow it";
 
@@ -286,6 +312,30 @@ mod tests {
             let has_reason = report.not.iter().any(|(kind, _)| *kind == Ucx);
             assert_eq!(has_reason, want == Tcp && ours.contains(&Ucx), "{name}: {report:?}");
         }
+    }
+
+    #[test]
+    fn rdma_is_taken_before_ucx_and_ucx_where_its_test_fails() {
+        let all = [Rdma, Ucx, Tcp];
+        let mut choice = local(&all, 1).choose(3, &local(&all, 2).offers());
+        assert_eq!(choice.report(false).kind, Rdma);
+        choice.without_device("spoilt".to_owned());
+        let report = choice.report(false);
+        assert_eq!((report.kind, report.not.last()), (Ucx, Some(&(Rdma, "spoilt".to_owned()))));
+        let mut choice = local(&[Rdma, Tcp], 1).choose(3, &local(&all, 2).offers());
+        choice.without_device("spoilt".to_owned());
+        let report = choice.report(false);
+        assert_eq!((report.kind, report.not.last()), (Tcp, Some(&(Rdma, "spoilt".to_owned()))));
+    }
+
+    #[test]
+    fn a_peer_that_says_the_words_of_rdma_otherwise_is_not_joined_by_it() {
+        let (ours, mut offers) = (local(&[Rdma, Tcp], 1), local(&[Rdma, Tcp], 2).offers());
+        for offer in offers.iter_mut().filter(|offer| offer.kind == OfferKind::RDMA) {
+            offer.parameters = Vec::new();
+        }
+        let report = ours.choose(3, &offers).report(false);
+        assert!(report.kind == Tcp && report.reasons().contains("other words"), "{report:?}");
     }
 
     #[test]

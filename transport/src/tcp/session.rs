@@ -34,8 +34,10 @@ pub(crate) struct Session {
     pub(crate) address: Option<SocketAddr>,
     /// Memory that the two read in each other, if they do.
     pub(crate) sharing: Option<Sharing>,
-    /// The thread that carries payload by RDMA devices, on sessions of that path.
-    pub(crate) verbs: Option<Arc<Verbs>>,
+    /// The thread that carries payload by RDMA devices, on sessions that may take that path.
+    pub(crate) rdma: Option<Arc<Verbs>>,
+    /// It was proved, and is taken.
+    is_by_device: AtomicBool,
     /// What it leaves to the lanes.
     for_lanes: Mutex<VecDeque<FrameCut>>,
     /// The link over UCX, if there is one.
@@ -70,7 +72,7 @@ pub(crate) struct SessionSetup {
     pub(crate) max_posts: usize,
     pub(crate) link_bytes_per_second: Option<f64>,
     pub(crate) sharing: Option<Sharing>,
-    pub(crate) verbs: Option<Arc<Verbs>>,
+    pub(crate) rdma: Option<Arc<Verbs>>,
     pub(crate) sockets: Vec<Arc<Socket>>,
     pub(crate) control_bell: Bell,
 }
@@ -84,7 +86,8 @@ impl Session {
             version: setup.version,
             address: setup.address,
             sharing: setup.sharing,
-            verbs: setup.verbs,
+            rdma: setup.rdma,
+            is_by_device: AtomicBool::new(false),
             for_lanes: Mutex::default(),
             ucx: OnceLock::new(),
             outbox: Outbox::new(setup.max_posts),
@@ -107,7 +110,7 @@ impl Session {
 
     /// The next frame for a lane.
     pub(crate) fn next_frame(&self, frame_bytes: u64) -> Option<FrameCut> {
-        let Some(verbs) = &self.verbs else {
+        let Some(verbs) = self.verbs() else {
             return self.outbox.next_frame(frame_bytes, self.version, self.lender());
         };
         let cut = lock(&self.for_lanes).pop_front();
@@ -115,6 +118,16 @@ impl Session {
             verbs.wake();
         }
         cut
+    }
+
+    /// The thread that carries payload by RDMA devices, if the session's path is that.
+    pub(crate) fn verbs(&self) -> Option<&Arc<Verbs>> {
+        self.rdma.as_ref().filter(|_| self.is_by_device.load(Ordering::SeqCst))
+    }
+
+    /// Takes the path by RDMA devices, which was proved; before that the session is not known to those who post and grant.
+    pub(crate) fn take_device(&self) {
+        self.is_by_device.store(true, Ordering::SeqCst);
     }
 
     /// Leaves a frame to the lanes.
@@ -223,7 +236,7 @@ impl Session {
             // It fails if the peer was quicker.
             let _ = socket.shutdown(Shutdown::Both);
         }
-        if let Some(verbs) = &self.verbs {
+        if let Some(verbs) = &self.rdma {
             verbs.close(self.key);
         }
         lock(&self.for_lanes).clear();

@@ -208,11 +208,11 @@ impl Driver<'_> {
     }
 
     fn is_known(&self, peer: &PeerId) -> bool {
-        self.shared.lock().sessions.contains_key(peer)
+        self.session_with(peer).is_some()
     }
 
     pub(super) fn dialled_session_with(&self, peer: &PeerId) -> bool {
-        self.shared.lock().sessions.get(peer).is_some_and(|session| session.address.is_some())
+        self.session_with(peer).is_some_and(|session| session.address.is_some())
     }
 
     fn bind(&mut self, dialled: Option<SocketAddr>, number: u64, lane: u16, stream: Stream) {

@@ -103,9 +103,14 @@ impl Verbs {
         let id = shared.core.register(memory)?;
         regions.push(index);
         let sessions = shared.lock().sessions.values().cloned().collect::<Vec<_>>();
-        sessions.iter().filter(|session| session.verbs.is_some()).for_each(|session| self.tell(session, index));
+        sessions.iter().filter(|session| session.verbs().is_some()).for_each(|session| self.tell(session, index));
         shared.waker.wake();
         Ok(id)
+    }
+
+    /// A session is there: its queue pairs are made and proved, which [`Command::Proved`](super::endpoint::Command) tells.
+    pub(crate) fn join(&self, session: &Arc<Session>) {
+        self.command(Command::Open(Arc::clone(session)));
     }
 
     /// A session begins: it is told all regions, and `insert` makes it known to those who register later.
@@ -114,7 +119,6 @@ impl Verbs {
         regions.iter().for_each(|index| self.tell(session, *index));
         insert();
         drop(regions);
-        self.command(Command::Open(Arc::clone(session)));
     }
 
     fn tell(&self, session: &Session, index: usize) {
@@ -128,6 +132,11 @@ impl Verbs {
         let word = VerbsWord::Window { grant, pages }.encode();
         if word.len() <= kvferry_protocol::wire::MAX_MESSAGE_BYTES {
             lock(&self.told).insert(grant, session.key);
+            if session.is_over() {
+                // Its end may have forgotten all that it was told before this.
+                lock(&self.told).remove(&grant);
+                return;
+            }
             let header = FrameHeader::with_body(FrameKind::Path, &word);
             // A session that is over has no grants.
             let _ = session.queue_control(header, &word, usize::MAX);
@@ -176,6 +185,8 @@ impl Verbs {
 
     /// The thread.
     pub(crate) fn run(&self, shared: &Shared) {
+        // Dropped last, also by a panic: when the links with their queue pairs are gone, nobody waits for this thread any more.
+        let _ended = Ended(self);
         let mut links: HashMap<SessionKey, Link> = HashMap::new();
         let mut ready = Vec::new();
         loop {
@@ -247,6 +258,18 @@ impl Verbs {
         let mut fds = vec![self.waker.entry()];
         fds.extend(self.adapter.fds().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         self.waker.sleep(&mut fds, until);
+    }
+}
+
+/// When this is dropped the thread is over.
+struct Ended<'a>(&'a Verbs);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        let mut inbox = lock(&self.0.inbox);
+        inbox.is_stopping = true;
+        // Who waits for one of these hears that there is no answer.
+        inbox.commands.clear();
     }
 }
 

@@ -1,6 +1,7 @@
 //! One session's queue pairs, as the RDMA thread drives them.
 //!
-//! States: *connecting* (parameters are exchanged) -> *ready* (frames go) -> *closed* (the queue pairs are gone).
+//! States: *connecting* (parameters are exchanged) -> *proving* (each side writes a pattern) -> *ready* (frames go) -> *closed* (the
+//! queue pairs are gone). What is not proved goes straight to closed, and the session goes another way.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -11,14 +12,16 @@ use bytes::Bytes;
 use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{FrameHeader, FrameKind, check_extents};
 
-use super::endpoint::Shared;
+use super::endpoint::{Command, Shared, with_cause};
 use super::session::Session;
 use super::verbs::{Verbs, broken, refuse, say};
 use super::verbs_words::VerbsWord;
 use crate::api::GrantKey;
-use crate::core::{Busy, Counters, FrameCut, Inbound, Post, RunList, Seals, SealsSeen};
+use crate::core::{Busy, Counters, FrameCut, Inbound, Planted, RunList, Seals, SealsSeen, random};
+use crate::rdma::fences::Fences;
 use crate::rdma::machine::MachineEvent;
 use crate::rdma::memory::{PeerMemory, RegionKeys, intersect};
+use crate::rdma::proof::{Output, Proof, Verdict};
 use crate::rdma::rails::{Adapter, Rails};
 use crate::rdma::work::{Key, Order};
 
@@ -34,20 +37,26 @@ pub(super) struct Link {
     adapter: Arc<Adapter>,
     rails: Rails,
     is_connected: bool,
+    proof: Proof,
+    /// It was proved: frames may go.
     is_ready: bool,
+    /// It was not, and the session goes another way.
+    is_given_up: bool,
     is_closed: bool,
     /// What the peer told before its queue pairs were known.
     early_regions: Vec<RegionKeys>,
     windows: HashMap<GrantKey, PeerWindow>,
-    orders: HashMap<u64, Under>,
+    /// A frame whose window was not known when it was cut.
+    early_frame: Option<FrameCut>,
+    /// Frames under way.
+    orders: HashMap<u64, FrameCut>,
     next_order: u64,
     landings: VecDeque<Bytes>,
     /// What the peer waits for, by its number, and with the extents of a seal.
     owed: Vec<(u32, GrantKey, Option<Vec<Extent>>)>,
     heard_fences: u32,
-    /// What this side waits for, by its number, until when.
-    asked: Vec<(u32, Instant, SyncSender<()>)>,
-    said_fences: u32,
+    /// What this side waits for.
+    asked: Fences<SyncSender<()>>,
     closers: Vec<SyncSender<()>>,
     events: Vec<MachineEvent>,
     /// The outbox was in use.
@@ -64,22 +73,23 @@ struct PeerWindow {
     begun: BTreeSet<u32>,
 }
 
-/// An order under way.
-struct Under {
-    post: Arc<Post>,
-    extents: Vec<Extent>,
-    bytes: u64,
-}
+/// The order that carries the test pattern.
+const PATTERN_ORDER: u64 = u64::MAX;
 
 impl Link {
     pub(super) fn new(verbs: &Verbs, shared: &Shared, session: Arc<Session>, now: Instant) -> Option<Self> {
         let rails = match Rails::new(&verbs.adapter, session.key.0, now) {
             Ok(rails) => rails,
             Err(error) => {
-                broken(shared, &session, format!("its queue pairs cannot be made: {error}"));
+                let reason = format!("its queue pairs cannot be made: {}", with_cause(&error));
+                say(&session, &VerbsWord::Wrong { reason: reason.clone() });
+                shared.command(Command::Proved { session: session.key, outcome: Err(reason) });
                 return None;
             }
         };
+        let pattern = (0..rails.pattern_bytes().div_ceil(64)).flat_map(|_| random::<64>());
+        let pattern = pattern.take(rails.pattern_bytes()).collect();
+        let proof = Proof::new(pattern, shared.config.rdma.prove, now);
         say(&session, &VerbsWord::Parameters(rails.parameters()));
         shared.waker.wake();
         let (windows, orders, landings) = Default::default();
@@ -88,47 +98,70 @@ impl Link {
             adapter: Arc::clone(&verbs.adapter),
             rails,
             is_connected: false,
+            proof,
             is_ready: false,
+            is_given_up: false,
             is_closed: false,
             early_regions: Vec::new(),
             windows,
+            early_frame: None,
             orders,
             next_order: 0,
             landings,
             owed: Vec::new(),
             heard_fences: 0,
-            asked: Vec::new(),
-            said_fences: 0,
+            asked: Fences::default(),
             closers: Vec::new(),
             events: Vec::new(),
             is_to_try_again: false,
         })
     }
 
-    /// Closed, and somebody asked for that.
+    /// Closed, and somebody asked for that, or nobody knows that it was there.
     pub(super) fn is_over(&self) -> bool {
-        self.is_closed && !self.closers.is_empty()
+        self.is_closed && (self.is_given_up || !self.closers.is_empty())
     }
 
     pub(super) fn hear(&mut self, shared: &Shared, word: VerbsWord, now: Instant) {
+        if self.is_given_up {
+            return; // what the peer said before it knew
+        }
         let outcome = match word {
             VerbsWord::Parameters(peer) if !self.is_connected => {
-                let connected = self.rails.connect(&peer, now).map_err(|error| error.to_string());
-                connected.and_then(|()| {
-                    self.is_connected = true;
-                    std::mem::take(&mut self.early_regions).into_iter().try_for_each(|keys| self.add_region(keys))?;
-                    say(&self.session, &VerbsWord::Ready);
-                    shared.waker.wake();
-                    Ok(())
-                })
+                match self.rails.connect(&peer, now) {
+                    Ok(()) => {
+                        self.is_connected = true;
+                        say(&self.session, &VerbsWord::Ready { pattern: self.rails.pattern_keys() });
+                    }
+                    Err(error) => {
+                        self.proof.failed(format!("its queue pairs cannot be connected: {}", with_cause(&error)));
+                    }
+                }
+                std::mem::take(&mut self.early_regions).into_iter().try_for_each(|keys| self.add_region(keys))
+            }
+            VerbsWord::Ready { pattern } if self.is_connected => {
+                match self.rails.set_peer_pattern(pattern) {
+                    Ok(()) => self.proof.ready(),
+                    Err(error) => self.proof.failed(error.to_string()),
+                }
+                Ok(())
+            }
+            VerbsWord::Echo { came } => {
+                self.proof.echo(&came);
+                Ok(())
+            }
+            VerbsWord::Right => {
+                self.proof.right();
+                Ok(())
+            }
+            VerbsWord::Wrong { reason } if self.is_ready => Err(format!("it takes its proof back: {reason}")),
+            VerbsWord::Wrong { reason } => {
+                self.proof.wrong(&reason);
+                Ok(())
             }
             VerbsWord::Region(keys) if self.is_connected => self.add_region(keys),
             VerbsWord::Region(keys) if self.early_regions.len() < 4096 => {
                 self.early_regions.push(keys);
-                Ok(())
-            }
-            VerbsWord::Ready if self.is_connected => {
-                self.is_ready = true;
                 Ok(())
             }
             VerbsWord::Window { grant, pages } => {
@@ -139,11 +172,10 @@ impl Link {
                 }
                 Ok(())
             }
-            VerbsWord::Fence { grant } => self.owe(grant, None),
-            VerbsWord::Seal { grant, extents } => self.owe(grant, Some(extents)),
-            VerbsWord::Fenced { ticket } => {
-                // Dropping the sender is the answer.
-                self.asked.retain(|(asked, ..)| *asked != ticket);
+            VerbsWord::Fence { grant } => self.owe(shared, grant, None),
+            VerbsWord::Seal { grant, extents } => self.owe(shared, grant, Some(extents)),
+            VerbsWord::Fenced { ticket, ended } => {
+                self.asked.answered(ticket, ended);
                 Ok(())
             }
             _ => Err("a word that does not fit".to_owned()),
@@ -152,6 +184,56 @@ impl Link {
             broken(shared, &self.session, format!("its RDMA path: {problem}"));
             self.rails.fence(now);
         }
+        self.prove(shared, now);
+    }
+
+    /// Does what the proof asks for.
+    fn prove(&mut self, shared: &Shared, now: Instant) {
+        while let Some(output) = self.proof.poll_output() {
+            shared.waker.wake(); // mostly there is a word to send
+            let verdict = match output {
+                Output::Write => {
+                    let mut pattern = self.proof.pattern().to_vec();
+                    if shared.core.bug.is(Planted::PatternSpoilt) {
+                        pattern[0] ^= 1;
+                    }
+                    if !self.rails.write_pattern(&pattern, PATTERN_ORDER, now) {
+                        self.proof.failed("the test pattern cannot be written".to_owned());
+                    }
+                    continue;
+                }
+                Output::Echo(came) => {
+                    say(&self.session, &VerbsWord::Echo { came });
+                    continue;
+                }
+                Output::Right => {
+                    say(&self.session, &VerbsWord::Right);
+                    continue;
+                }
+                Output::Wrong(reason) => {
+                    say(&self.session, &VerbsWord::Wrong { reason });
+                    continue;
+                }
+                Output::Over(verdict) => verdict,
+            };
+            let outcome = match verdict {
+                Verdict::Proved => {
+                    self.is_ready = true;
+                    Ok(())
+                }
+                Verdict::Unproved(reason) => {
+                    self.is_given_up = true;
+                    self.rails.fence(now);
+                    Err(reason)
+                }
+                Verdict::Undecided(reason) => {
+                    self.rails.fence(now);
+                    broken(shared, &self.session, format!("its RDMA path: {reason}"));
+                    continue;
+                }
+            };
+            shared.command(Command::Proved { session: self.session.key, outcome });
+        }
     }
 
     fn add_region(&mut self, keys: RegionKeys) -> Result<(), String> {
@@ -159,7 +241,7 @@ impl Link {
     }
 
     /// The peer wants nothing more to land in a grant, or in extents of it.
-    fn owe(&mut self, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
+    fn owe(&mut self, shared: &Shared, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
         if self.owed.len() >= MAX_WINDOWS {
             return Err("more fences than grants".to_owned());
         }
@@ -175,8 +257,19 @@ impl Link {
                 }
             }
         }
+        // What waits for a place at the peer goes by lanes, where it is refused: the peer may give no place before it was answered.
+        let is_meant = |cut: &FrameCut| is_of(cut, grant, extents.as_deref());
+        let meant: Vec<_> = self.orders.iter().filter(|(_, cut)| is_meant(cut)).map(|(id, _)| *id).collect();
+        for id in meant {
+            if self.rails.withdraw(id).is_some()
+                && let Some(cut) = self.orders.remove(&id)
+            {
+                cut.post.end_device_read();
+                self.session.give_to_lanes(cut);
+            }
+        }
         self.owed.push((self.heard_fences, grant, extents));
-        self.heard_fences += 1;
+        self.heard_fences = self.heard_fences.wrapping_add(1);
         Ok(())
     }
 
@@ -198,8 +291,7 @@ impl Link {
         };
         say(&self.session, &word);
         shared.waker.wake();
-        self.asked.push((self.said_fences, now + shared.config.rdma.ask, done));
-        self.said_fences += 1;
+        self.asked.ask(now + shared.config.rdma.ask, done);
     }
 
     pub(super) fn close(&mut self, done: SyncSender<()>, now: Instant) {
@@ -210,8 +302,8 @@ impl Link {
     /// Ends at once: the endpoint ends.
     pub(super) fn end(&mut self) {
         self.rails.fence_now(&mut self.events);
-        for (_, order) in self.orders.drain() {
-            order.post.end_device_read();
+        for (_, cut) in self.orders.drain() {
+            cut.post.end_device_read();
         }
     }
 
@@ -220,7 +312,10 @@ impl Link {
         let mut is_busy = self.rails.poll(now, &mut self.events);
         self.take_events(shared);
         is_busy |= self.land(shared, now);
-        if !self.is_closed && self.asked.iter().any(|(_, until, _)| *until <= now) {
+        self.proof.time_out(now);
+        self.prove(shared, now);
+        self.asked.settle(&self.rails.parts_taken());
+        if self.rails.is_open() && self.asked.first_due().is_some_and(|due| due <= now) {
             broken(shared, &self.session, "it did not answer a fence in time; its queue pairs are ended".to_owned());
             self.rails.fence(now);
             self.rails.poll(now, &mut self.events);
@@ -238,18 +333,22 @@ impl Link {
         for event in std::mem::take(&mut self.events) {
             match event {
                 MachineEvent::Sent { id } => {
-                    if let Some(order) = self.orders.remove(&id) {
-                        Counters::add(&shared.core.counters.sent_bytes, order.bytes);
-                        order.post.end_device_read();
+                    if let Some(cut) = self.orders.remove(&id) {
+                        Counters::add(&shared.core.counters.sent_bytes, cut.payload_bytes);
+                        cut.post.end_device_read();
                     }
                     self.session.note_moved(Instant::now());
                 }
                 MachineEvent::Failed { id, .. } => {
-                    if let Some(order) = self.orders.remove(&id) {
-                        order.post.end_device_read();
+                    if let Some(cut) = self.orders.remove(&id) {
+                        cut.post.end_device_read();
                     }
                 }
+                MachineEvent::Landed { head } if head.is_empty() && !self.is_ready => {
+                    self.proof.landed(self.rails.came_as_pattern());
+                }
                 MachineEvent::Landed { head } => self.landings.push_back(head),
+                MachineEvent::Broken { fault } if !self.is_ready => self.proof.failed(fault.to_string()),
                 MachineEvent::Broken { fault } => broken(shared, &self.session, format!("its RDMA path: {fault}")),
                 MachineEvent::Closed => self.is_closed = true,
             }
@@ -301,15 +400,11 @@ impl Link {
     fn answer(&mut self, shared: &Shared) {
         let orders = &self.orders;
         let is_clear = |(_, grant, extents): &mut (u32, GrantKey, Option<Vec<Extent>>)| {
-            let meets = |order: &Under| match &*extents {
-                None => true,
-                Some(extents) => extents.iter().any(|sealed| order.extents.iter().any(|extent| sealed.meets(extent))),
-            };
-            !orders.values().any(|order| order.post.grant == *grant && meets(order))
+            !orders.values().any(|cut| is_of(cut, *grant, extents.as_deref()))
         };
         let clear: Vec<_> = self.owed.extract_if(.., is_clear).collect();
         for (ticket, ..) in &clear {
-            say(&self.session, &VerbsWord::Fenced { ticket: *ticket });
+            say(&self.session, &VerbsWord::Fenced { ticket: *ticket, ended: self.rails.parts_ended() });
         }
         if !clear.is_empty() {
             shared.waker.wake();
@@ -321,17 +416,25 @@ impl Link {
         self.is_to_try_again = false;
         let mut has_posted = false;
         while self.is_ready && self.rails.has_room() && self.session.waiting_for_lanes() < MAX_FOR_LANES {
-            let cut = match self.session.outbox.try_next_frame(shared.config.frame_bytes, self.session.version) {
-                Ok(Some(cut)) => cut,
-                Ok(None) => break,
-                Err(Busy) => {
-                    self.is_to_try_again = true;
-                    break;
-                }
+            let (cut, is_looked_for) = match self.early_frame.take() {
+                Some(cut) => (cut, true),
+                None => match self.session.outbox.try_next_frame(shared.config.frame_bytes, self.session.version) {
+                    Ok(Some(cut)) => (cut, false),
+                    Ok(None) => break,
+                    Err(Busy) => {
+                        self.is_to_try_again = true;
+                        break;
+                    }
+                },
             };
             has_posted = true;
             match self.order(&cut) {
                 Some(order) => self.post(cut, order, now),
+                // Who posted it heard of the grant behind its window, which may have come since this thread took its words.
+                None if !is_looked_for && !self.windows.contains_key(&cut.post.grant) => {
+                    self.early_frame = Some(cut);
+                    break;
+                }
                 None => self.session.give_to_lanes(cut),
             }
         }
@@ -343,12 +446,11 @@ impl Link {
             return; // it ended meanwhile; the receiver is asked about it on the control lane
         }
         let id = order.id;
-        let under = Under { post: cut.post, extents: cut.extents, bytes: cut.payload_bytes };
         if self.rails.post(order, now).is_ok() {
-            self.orders.insert(id, under);
+            self.orders.insert(id, cut);
         } else {
             // It had room, so the order itself does not fit, or the queue pairs have just failed, which ends the session.
-            under.post.end_device_read();
+            cut.post.end_device_read();
             tracing::warn!(peer = %self.session.name, "a frame was not taken by the queue pairs");
         }
     }
@@ -371,7 +473,7 @@ impl Link {
         window.begun.insert(cut.post.sequence);
         let id = self.next_order;
         self.next_order += 1;
-        Some(Order { id, head: Bytes::from(cut.head.clone()), runs: intersect(&local, &remote) })
+        Some(Order { id, head: Bytes::from(cut.head.clone()), runs: intersect(&local, &remote), is_spread: false })
     }
 
     /// Asks the device for an event; returns whether something came before.
@@ -385,16 +487,23 @@ impl Link {
     }
 
     pub(super) fn poll_timeout(&self) -> Option<Instant> {
-        self.rails.poll_timeout().into_iter().chain(self.asked.iter().map(|(_, until, _)| *until)).min()
+        let due = self.asked.first_due().filter(|_| self.rails.is_open());
+        self.rails.poll_timeout().into_iter().chain(due).chain(self.proof.poll_timeout()).min()
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
-        for (_, order) in self.orders.drain() {
-            order.post.end_device_read();
+        for (_, cut) in self.orders.drain() {
+            cut.post.end_device_read();
         }
     }
+}
+
+/// Whether a frame writes into a grant, or into these extents of it.
+fn is_of(cut: &FrameCut, grant: GrantKey, extents: Option<&[Extent]>) -> bool {
+    let meets = |extents: &[Extent]| extents.iter().any(|sealed| cut.extents.iter().any(|extent| sealed.meets(extent)));
+    cut.post.grant == grant && extents.is_none_or(meets)
 }
 
 impl PeerWindow {

@@ -4,6 +4,7 @@ use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Loop, Pages, Piece};
 
 use crate::api::GrantKey;
+use crate::rdma::machine::MAX_PAYLOAD_LANES;
 use crate::rdma::memory::RegionKeys;
 use crate::rdma::rails::RailsParameters;
 
@@ -14,18 +15,27 @@ pub(crate) enum VerbsWord {
     Parameters(RailsParameters),
     /// The next region, in the order of registration.
     Region(RegionKeys),
-    /// Connected: the peer may post.
-    Ready,
+    /// Connected: the peer may write its test pattern here.
+    Ready { pattern: RegionKeys },
+    /// What came as the peer's test pattern.
+    Echo { came: Vec<u8> },
+    /// The own test pattern came as it was written.
+    Right,
+    /// The path is not taken: payload goes the next way.
+    Wrong { reason: String },
     /// A grant's window: the peer may write it with its devices.
     Window { grant: GrantKey, pages: Pages },
     /// Post no more under a grant, and say when nothing is under way.
     Fence { grant: GrantKey },
     /// Post no more into parts of a window, and say when nothing is under way there.
     Seal { grant: GrantKey, extents: Vec<Extent> },
-    /// So it is; `ticket` is the number of the fence or seal, counted from 0 by its sender.
-    Fenced { ticket: u32 },
+    /// So it is; `ticket` is the number of the fence or seal, counted from 0 by its sender. `ended`: of each payload lane, how many
+    /// parts of writes the one who says this had ended until then.
+    Fenced { ticket: u32, ended: Vec<u64> },
 }
 
+/// The longest reason.
+const MAX_REASON_BYTES: usize = 1024;
 /// The most loops that a window's or a seal's nest may have.
 const MAX_LOOPS: usize = Extent::MAX_LOOPS;
 
@@ -41,7 +51,19 @@ impl VerbsWord {
                 out.push(2);
                 out.extend(keys.encode());
             }
-            Self::Ready => out.push(3),
+            Self::Ready { pattern } => {
+                out.push(3);
+                out.extend(pattern.encode());
+            }
+            Self::Echo { came } => {
+                out.push(8);
+                out.extend(came);
+            }
+            Self::Right => out.push(9),
+            Self::Wrong { reason } => {
+                out.push(10);
+                out.extend(&reason.as_bytes()[..reason.floor_char_boundary(MAX_REASON_BYTES)]);
+            }
             Self::Window { grant, pages } => {
                 out.push(4);
                 out.extend(grant.0.to_le_bytes());
@@ -63,9 +85,10 @@ impl VerbsWord {
                 out.extend((extents.len() as u32).to_le_bytes());
                 extents.iter().for_each(|extent| put_nest(&mut out, extent.offset, &extent.loops, extent.run_bytes));
             }
-            Self::Fenced { ticket } => {
+            Self::Fenced { ticket, ended } => {
                 out.push(7);
                 out.extend(ticket.to_le_bytes());
+                out.extend(ended.iter().flat_map(|ended| ended.to_le_bytes()));
             }
         }
         out
@@ -81,7 +104,10 @@ impl VerbsWord {
                 Self::Parameters(parameters.map_err(|_| "parameters of queue pairs that cannot be")?)
             }
             2 => Self::Region(RegionKeys::decode(reader.rest()).map_err(|_| "keys of a region that cannot be")?),
-            3 => Self::Ready,
+            3 => {
+                let pattern = RegionKeys::decode(reader.rest());
+                Self::Ready { pattern: pattern.map_err(|_| "keys of memory that cannot be")? }
+            }
             4 => {
                 let grant = GrantKey(u128::from_le_bytes(reader.take()?));
                 let (bases, pieces) = (reader.count(8)?, reader.count(17)?);
@@ -106,7 +132,25 @@ impl VerbsWord {
                 };
                 Self::Seal { grant, extents: (0..extents).map(extent).collect::<Result<_, _>>()? }
             }
-            7 => Self::Fenced { ticket: reader.u32()? },
+            7 => {
+                let ticket = reader.u32()?;
+                let (ended, rest) = reader.rest().as_chunks();
+                if !rest.is_empty() || ended.len() > MAX_PAYLOAD_LANES {
+                    return Err("counts of other lanes than can be");
+                }
+                Self::Fenced { ticket, ended: ended.iter().map(|ended| u64::from_le_bytes(*ended)).collect() }
+            }
+            8 => Self::Echo { came: reader.rest().to_vec() },
+            9 => Self::Right,
+            10 => {
+                let reason = reader.rest();
+                if reason.len() > MAX_REASON_BYTES {
+                    return Err("too long a reason");
+                }
+                // It goes to logs.
+                let reason = String::from_utf8_lossy(reason).chars().filter(|c| !c.is_control()).collect();
+                Self::Wrong { reason }
+            }
             _ => return Err("a word that is not known"),
         };
         if reader.0.is_empty() { Ok(word) } else { Err("a word with more bytes than it has") }
@@ -171,12 +215,13 @@ mod tests {
         let piece = Piece { region: RegionId::new(7), offset: 5, loops: loops.clone(), run_bytes: 9 };
         let extents = vec![Extent { offset: 1, loops, run_bytes: 2 }, Extent::contiguous(3, 4)];
         let grant = GrantKey(u128::MAX - 5);
+        let pattern = RegionKeys { address: 1, bytes: 2, piece_bytes: 2, pieces: vec![vec![3, 4]] };
         for word in [
-            VerbsWord::Ready,
+            VerbsWord::Ready { pattern },
             VerbsWord::Window { grant, pages: Pages { bases: vec![1, u64::MAX], pieces: vec![piece] } },
             VerbsWord::Fence { grant },
             VerbsWord::Seal { grant, extents },
-            VerbsWord::Fenced { ticket: 77 },
+            VerbsWord::Right,
         ] {
             let bytes = word.encode();
             assert_eq!(VerbsWord::decode(&bytes), Ok(word));
@@ -185,6 +230,19 @@ mod tests {
             }
             assert!(VerbsWord::decode(&[&bytes[..], &[0]].concat()).is_err());
         }
+        // What goes on to the word's end is as long as it is.
+        for word in [
+            VerbsWord::Fenced { ticket: 77, ended: vec![u64::MAX, 0, 3] },
+            VerbsWord::Echo { came: vec![0, 255, 7] },
+            VerbsWord::Wrong { reason: "spoilt".to_owned() },
+        ] {
+            assert_eq!(VerbsWord::decode(&word.encode()), Ok(word));
+        }
+        let ended = vec![0; MAX_PAYLOAD_LANES + 1];
+        assert!(VerbsWord::decode(&VerbsWord::Fenced { ticket: 1, ended }.encode()).is_err(), "lanes that cannot be");
+        let long = VerbsWord::Wrong { reason: "\u{fc}\n".repeat(MAX_REASON_BYTES) };
+        let Ok(VerbsWord::Wrong { reason }) = VerbsWord::decode(&long.encode()) else { panic!("a long reason") };
+        assert!(reason.len() <= MAX_REASON_BYTES && reason.chars().all(|c| c == '\u{fc}'), "{reason}");
         assert!(VerbsWord::decode(&[&[4][..], &[0; 16], &[255; 8]].concat()).is_err(), "a list without its bytes");
     }
 }

@@ -142,11 +142,15 @@ pub fn nothing_lands_after_revoke_returned(make: &Make<'_>) {
     let mut random = Random(6);
     let mut posts = Vec::new();
     let (mut whole, mut cut_short) = (0, 0);
-    let deadline = Instant::now() + patience();
+    let mut deadline = None;
     let mut round = 0;
     // On a busy machine a copy is often over before this thread runs again; such rounds prove nothing.
     while round < ROUNDS || cut_short < RACES {
-        assert!(Instant::now() < deadline, "no race was run: {whole} whole, {cut_short} cut short");
+        // A slow device may need long for the rounds; only races that never come are given up.
+        if round >= ROUNDS {
+            let deadline = deadline.get_or_insert_with(|| Instant::now() + patience());
+            assert!(Instant::now() < *deadline, "no race was run: {whole} whole, {cut_short} cut short");
+        }
         let half = round % 2 * BYTES;
         b.memory.fill(half, BYTES, 0);
         let grant = b.grant(&a.peer, half as u64, BYTES as u64);

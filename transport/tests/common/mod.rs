@@ -14,6 +14,7 @@ use kvferry_protocol::wire::{
     ClusterKey, Dialler, Established, FrameHeader, FrameKind, HandshakeError, Introduction, LaneSecret, PeerIdentity,
     Step, VERSIONS, Verdict, VersionRange, encode_table,
 };
+use kvferry_transport::rdma::RdmaConfigFile;
 use kvferry_transport::testing::{Node, PATIENCE, peer};
 use kvferry_transport::{PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
 
@@ -27,6 +28,22 @@ pub(crate) fn key() -> ClusterKey {
 pub(crate) fn config() -> TcpConfigFile {
     let paths = vec![PathKind::Tcp];
     TcpConfigFile { redial_first_ms: 2, redial_longest_ms: 20, paths, ..TcpConfigFile::default() }
+}
+
+/// Payload by RDMA devices, soft-RoCE in an emulated guest among them: it moves some MB/s, so requests are short, and waits long.
+pub(crate) fn rdma_config() -> TcpConfigFile {
+    let rdma = RdmaConfigFile {
+        request_bytes: 64 << 10,
+        lane_bytes: 256 << 10,
+        part_bytes: 64 << 10,
+        ack_timeout: 15,
+        stall_ms: 60_000,
+        prove_ms: 60_000,
+        ask_ms: 60_000,
+        drain_ms: 10_000,
+        ..RdmaConfigFile::default()
+    };
+    TcpConfigFile { paths: vec![PathKind::Rdma, PathKind::Tcp], rdma, ..config() }
 }
 
 pub(crate) fn node(name: &str, file: TcpConfigFile, bytes: usize) -> Node {

@@ -134,7 +134,7 @@ mod tests {
         ) {
             let total = runs.iter().map(|run| run.bytes).sum();
             let limits = RequestLimits { bytes, segments };
-            let order = Arc::new(Order { id: 1, head: Bytes::new(), runs });
+            let order = Arc::new(Order { id: 1, head: Bytes::new(), runs, is_spread: false });
             let mut moved = Vec::new();
             let parts = parts(&order, 7, total, count);
             prop_assert!(parts.len() as u64 <= count);

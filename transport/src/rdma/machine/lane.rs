@@ -17,6 +17,9 @@ pub(crate) struct Lane {
     pub(crate) bytes_in_flight: u64,
     pub(crate) posted_receives: u64,
     pub(crate) taken_receives: u64,
+    /// Parts that were sent and have ended, and parts that came.
+    pub(crate) parts_ended: u64,
+    pub(crate) parts_taken: u64,
     /// What waits for room.
     pub(crate) parts: VecDeque<Part>,
     /// When the oldest request in flight was posted, or the last one ended.
@@ -34,6 +37,8 @@ impl Lane {
             bytes_in_flight: 0,
             posted_receives: 0,
             taken_receives: 0,
+            parts_ended: 0,
+            parts_taken: 0,
             parts,
             since: now,
         }

@@ -11,8 +11,27 @@ use crate::rdma::work::{Chain, Completion, Direction, Done, Fault, Lanes, NotPos
 
 pub(super) struct Fabric {
     pub(super) sides: [Side; 2],
+    /// What the devices of a side do wrong to what it writes.
+    pub(super) spoils: [Option<Spoil>; 2],
+    /// Whether what a device has said to be written is in memory only when the completion of its tag is taken.
+    pub(super) places_late: bool,
     /// What no device would have allowed, or no honest peer made it do.
     pub(super) breaches: Vec<String>,
+}
+
+/// What goes wrong, though every completion says that all went well, or none says anything.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Spoil {
+    /// A bit of each write is flipped.
+    Flipped,
+    /// Each write is placed a byte further.
+    Shifted,
+    /// Writes are acknowledged, and not placed.
+    Unplaced,
+    /// Words are acknowledged, and do not come.
+    WordLost,
+    /// A lane does nothing.
+    Stuck(usize),
 }
 
 pub(super) struct Side {
@@ -31,6 +50,8 @@ pub(super) struct Pair {
     pub(super) last_delivered: Option<Completion>,
     posted: u64,
     freed: u64,
+    /// Bytes that are not in memory yet, and the receive whose completion says that they are.
+    on_the_way: Vec<(usize, Vec<u8>, Option<u64>)>,
     is_failed: bool,
     /// Something failed or was flushed: nothing after it runs any more.
     is_flushing: bool,
@@ -60,7 +81,7 @@ impl Fabric {
             depth,
             is_closed: false,
         };
-        Self { sides: [side(), side()], breaches: Vec::new() }
+        Self { sides: [side(), side()], spoils: [None; 2], places_late: false, breaches: Vec::new() }
     }
 
     /// Whether a lane of a side has anything to do.
@@ -71,6 +92,9 @@ impl Fabric {
 
     /// Runs the next request of a lane, or flushes something if the lane is in error and `may_run` is not set.
     pub(super) fn run(&mut self, side: usize, lane: usize, may_run: bool) {
+        if self.spoils[side] == Some(Spoil::Stuck(lane)) && !self.sides[side].lanes[lane].is_failed {
+            return;
+        }
         let pair = &mut self.sides[side].lanes[lane];
         let is_flushed = !may_run || pair.sends.is_empty() || pair.is_flushing;
         if pair.is_failed && is_flushed {
@@ -100,17 +124,18 @@ impl Fabric {
         }
     }
 
-    /// Makes the next request of a lane fail as if the peer had refused the access.
-    pub(super) fn refuse(&mut self, side: usize, lane: usize) -> bool {
+    /// Makes the next request of a lane fail, as if the peer had refused the access, had no receive or did not answer.
+    pub(super) fn refuse(&mut self, side: usize, lane: usize, fault: Fault) -> bool {
         let pair = &mut self.sides[side].lanes[lane];
         let Some(sending) = pair.sends.pop_front() else { return false };
         (pair.is_failed, pair.is_flushing) = (true, true);
-        let (direction, number, outcome) = (Direction::Send, sending.number, Err(Fault::RemoteAccess));
+        let (direction, number, outcome) = (Direction::Send, sending.number, Err(fault));
         pair.completions.push_back(Completion { lane, direction, number, outcome });
         true
     }
 
     fn carry_out(&mut self, side: usize, lane: usize, action: &Action) -> Result<(), Fault> {
+        let (spoil, is_late) = (self.spoils[side], self.places_late);
         let [a, b] = &mut self.sides;
         let (from, to) = if side == 0 { (a, b) } else { (b, a) };
         let target = &mut to.lanes[lane];
@@ -122,12 +147,23 @@ impl Fabric {
                 let mut at = *remote as usize;
                 for segment in segments {
                     let (start, bytes) = (segment.address as usize, segment.bytes as usize);
-                    to.memory[at..at + bytes].copy_from_slice(&from.memory[start..start + bytes]);
+                    let mut written = from.memory[start..start + bytes].to_vec();
+                    match spoil {
+                        Some(Spoil::Flipped) => written[bytes / 2] ^= 4,
+                        Some(Spoil::Shifted) => written.rotate_right(1),
+                        Some(Spoil::Unplaced) => written.clear(),
+                        _ => {}
+                    }
+                    match is_late {
+                        true => target.on_the_way.push((at, written, None)),
+                        false => to.memory[at..at + written.len()].copy_from_slice(&written),
+                    }
                     at += bytes;
                 }
                 let Some(tag) = tag else { return Ok(()) };
                 Done::Tag(*tag)
             }
+            Action::Word(_) if spoil == Some(Spoil::WordLost) => return Ok(()),
             Action::Word(word) => Done::Word(word.clone()),
             Action::Credit(count) => Done::Credit(*count),
         };
@@ -135,6 +171,7 @@ impl Fabric {
             self.breaches.push(format!("lane {lane}: no receive is posted for {done:?}"));
             return Err(Fault::ReceiverNotReady);
         };
+        target.on_the_way.iter_mut().for_each(|(_, _, told)| *told = told.or(Some(number)));
         target.completions.push_back(Completion { lane, direction: Direction::Receive, number, outcome: Ok(done) });
         Ok(())
     }
@@ -147,6 +184,14 @@ impl Fabric {
             pair.freed = pair.freed.max(completion.number + 1);
         }
         pair.last_delivered = Some(completion.clone());
+        if completion.direction == Direction::Receive {
+            let is_told =
+                |(_, _, told): &mut (usize, Vec<u8>, Option<u64>)| told.is_some_and(|n| n <= completion.number);
+            let placed: Vec<_> = pair.on_the_way.extract_if(.., is_told).collect();
+            for (at, bytes, _) in placed {
+                self.sides[side].memory[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+        }
         Some(completion)
     }
 

@@ -15,7 +15,7 @@ const SPAN: usize = 512;
 const TARGETS: usize = ORDERS * SPAN;
 const POISON: u8 = 0xEE;
 
-fn config() -> MachineConfig {
+pub(super) fn config() -> MachineConfig {
     MachineConfig {
         payload_lanes: 3,
         window: 4,
@@ -131,7 +131,12 @@ impl World {
             let memory = &mut self.fabric.sides[side].memory;
             memory[run.local as usize..(run.local + run.bytes) as usize].fill(pattern(side, id));
         }
-        let order = Order { id: id as u64, head: Bytes::from(vec![id as u8; 1 + id % 3]), runs: runs.clone() };
+        let order = Order {
+            id: id as u64,
+            head: Bytes::from(vec![id as u8; 1 + id % 3]),
+            runs: runs.clone(),
+            is_spread: false,
+        };
         let machine = &mut self.machines[side];
         if machine.post(&mut Mine(&mut self.fabric, side), order, self.now).is_ok() {
             self.orders[side][id] = Some(Tracked { runs, end: None, has_landed: false });
@@ -168,7 +173,8 @@ impl World {
             self.machines[side].fence(&mut Mine(&mut self.fabric, side), self.now);
         }
         if happens(&mut self.dice, faults.refuse) {
-            self.fabric.refuse(side, lane);
+            let faults = [Fault::RemoteAccess, Fault::ReceiverNotReady, Fault::Unreachable];
+            self.fabric.refuse(side, lane, faults[self.dice.below(faults.len())].clone());
         }
         if happens(&mut self.dice, faults.kill) && !self.is_killed.contains(&true) {
             self.is_killed[side] = true;
@@ -402,7 +408,12 @@ fn one_order(bytes: &[u64]) -> Order {
         remote_key: Key(0),
         bytes: *bytes,
     };
-    Order { id: 1, head: Bytes::from_static(b"head"), runs: bytes.iter().enumerate().map(run).collect() }
+    Order {
+        id: 1,
+        head: Bytes::from_static(b"head"),
+        runs: bytes.iter().enumerate().map(run).collect(),
+        is_spread: false,
+    }
 }
 
 #[test]

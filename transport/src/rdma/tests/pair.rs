@@ -227,7 +227,7 @@ impl Side {
             let memory = self.rails.peer_memory();
             memory.locate(0, *to as u64, *bytes as u64, |key, at, bytes| remote.push((key, at, bytes))).unwrap();
         }
-        let order = Order { id, head: Bytes::from(vec![head]), runs: intersect(&local, &remote) };
+        let order = Order { id, head: Bytes::from(vec![head]), runs: intersect(&local, &remote), is_spread: false };
         self.rails.post(order, Instant::now()).unwrap();
     }
 
@@ -270,7 +270,8 @@ impl Side {
         let mut remote = Vec::new();
         let last = (PAGE * PAGES - 10) as u64;
         self.rails.peer_memory().locate(0, last, 10, |key, at, _| remote.push((key, at, PAGE as u64))).unwrap();
-        let order = Order { id, head: Bytes::from_static(b"beyond"), runs: intersect(&local, &remote) };
+        let order =
+            Order { id, head: Bytes::from_static(b"beyond"), runs: intersect(&local, &remote), is_spread: false };
         self.rails.post(order, Instant::now()).unwrap();
     }
 
