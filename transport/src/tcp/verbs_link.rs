@@ -172,8 +172,8 @@ impl Link {
                 }
                 Ok(())
             }
-            VerbsWord::Fence { grant } => self.owe(shared, grant, None),
-            VerbsWord::Seal { grant, extents } => self.owe(shared, grant, Some(extents)),
+            VerbsWord::Fence { grant } => self.owe(grant, None),
+            VerbsWord::Seal { grant, extents } => self.owe(grant, Some(extents)),
             VerbsWord::Fenced { ticket, ended } => {
                 self.asked.answered(ticket, ended);
                 Ok(())
@@ -241,7 +241,7 @@ impl Link {
     }
 
     /// The peer wants nothing more to land in a grant, or in extents of it.
-    fn owe(&mut self, shared: &Shared, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
+    fn owe(&mut self, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
         if self.owed.len() >= MAX_WINDOWS {
             return Err("more fences than grants".to_owned());
         }
