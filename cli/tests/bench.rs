@@ -312,6 +312,12 @@ fn many_peers_are_watched_idle_and_busy() {
     assert_eq!((&idle["peers"], &busy["peers"], &busy["verified"]), (&5.into(), &3.into(), &true.into()), "{found}");
     assert_eq!(idle["threads"][0], idle["threads"][1], "a thread for a peer: {found}");
     assert!(busy["gbps_least"].as_f64().unwrap() > 0.0 && busy["spread"].as_f64().unwrap() >= 0.0, "{found}");
+    let jain = busy["jain"].as_f64().unwrap();
+    assert!((1.0 / 3.0..=1.0).contains(&jain), "{found}");
+    for writes in ["write_alone_us", "write_beside_us"] {
+        assert!(idle[writes]["p50"].as_f64().unwrap() > 0.0, "{found}");
+    }
+    assert!(idle["descriptors_per_peer"].as_f64().unwrap() >= 3.0, "a control lane and two data lanes: {found}");
 }
 
 /// Waits until somebody is connected to this port of this host.

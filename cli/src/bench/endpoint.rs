@@ -107,6 +107,7 @@ pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliE
         max_peers: setup.peers.max(defaults.max_peers),
         // A crowd dials at once.
         max_unauthenticated: setup.peers.max(defaults.max_unauthenticated),
+        max_unauthenticated_per_address: setup.peers.max(defaults.max_unauthenticated_per_address),
         redial_seed: peer.incarnation.get(),
         ..defaults
     };

@@ -22,7 +22,16 @@ pub(super) struct Board {
     file: Arc<OwnedFd>,
     words: Mapping,
     proof: u128,
-    free: Mutex<Vec<u32>>,
+    free: Mutex<Slots>,
+}
+
+/// Slots that no post has. Most sessions never have more than a few posts at once, so what was never used has no entry.
+#[derive(Debug)]
+struct Slots {
+    given_back: Vec<u32>,
+    /// All from this one on were never used.
+    unused: u32,
+    all: u32,
 }
 
 /// A post whose source a receiver may read. Ends when the post does.
@@ -45,7 +54,7 @@ impl Board {
                 word.store(half, Ordering::Release);
             }
         }
-        let free = Mutex::new((0..slots as u32).rev().collect());
+        let free = Mutex::new(Slots { given_back: Vec::new(), unused: 0, all: slots as u32 });
         Ok(Self { file: Arc::new(file), words, proof, free })
     }
 
@@ -63,9 +72,19 @@ impl Board {
 
     /// Marks a post as readable; `None` if there are more posts than slots. `token` is not 0, and no other post has it.
     pub(super) fn open(self: &Arc<Self>, token: u64) -> Option<OpenLoan> {
-        let slot = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        let slot = self.free.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         self.words.word(PROOF_WORDS + slot as usize)?.store(token, Ordering::SeqCst);
         Some(OpenLoan { board: Arc::clone(self), slot, token, is_over: AtomicBool::new(false) })
+    }
+}
+
+impl Slots {
+    fn take(&mut self) -> Option<u32> {
+        self.given_back.pop().or_else(|| {
+            let slot = (self.unused < self.all).then_some(self.unused)?;
+            self.unused += 1;
+            Some(slot)
+        })
     }
 }
 
@@ -80,7 +99,7 @@ impl OpenLoan {
         }
         // Whoever writes the source after this writes it after the word: a receiver that saw such a byte sees the word.
         fence(Ordering::SeqCst);
-        self.board.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.slot);
+        self.board.free.lock().unwrap_or_else(PoisonError::into_inner).given_back.push(self.slot);
     }
 }
 

@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use kvferry_protocol::wire::PeerIdentity;
 
+use super::calls::Bell;
 use super::driver::Driver;
 use super::path::Choice;
+use super::session::Session;
 use super::stream::Stream;
 use crate::api::{Event, PathKind, PeerAddress};
 use crate::core::{Counters, SessionKey};
@@ -24,8 +26,7 @@ pub(crate) struct Coming {
 impl Driver<'_> {
     /// A session's RDMA path was proved, or was not and the next is taken.
     pub(super) fn proved(&mut self, session: SessionKey, outcome: Result<(), String>) {
-        let Some(index) = self.live.iter().position(|control| control.session.key == session) else { return };
-        let control = &mut self.live[index];
+        let Some(control) = self.live.get_mut(&session) else { return };
         let Some(coming) = &mut control.coming else { return };
         match outcome {
             Ok(()) => control.session.take_device(),
@@ -34,12 +35,13 @@ impl Driver<'_> {
                 coming.choice.without_device(reason);
             }
         }
-        self.begin(index);
+        self.begin(session);
     }
 
     /// Makes a session known, and tells it.
-    pub(super) fn begin(&mut self, index: usize) {
-        let (shared, control) = (self.shared, &mut self.live[index]);
+    pub(super) fn begin(&mut self, key: SessionKey) {
+        let shared = self.shared;
+        let Some(control) = self.live.get_mut(&key) else { return };
         let Some(coming) = control.coming.take() else { return };
         let Coming { identity, choice, streams, are_unix, is_tls } = *coming;
         let session = Arc::clone(&control.session);
@@ -58,10 +60,20 @@ impl Driver<'_> {
             greeting: identity.greeting.into(),
             path,
         });
-        for (index, stream) in streams.into_iter().enumerate() {
-            let thread = self.next_data % shared.data.len();
-            shared.data[thread].add(Arc::clone(&session), stream, index == 0);
-            self.next_data += 1;
+        self.give_lanes(&session, streams);
+        // What came early waits for this.
+        self.serve(key);
+    }
+
+    /// Gives lanes to data threads, one after the other.
+    fn give_lanes(&mut self, session: &Arc<Session>, streams: Vec<Stream>) {
+        let threads: Vec<_> = self.shared.data.iter().cycle().skip(self.next_data).take(streams.len()).collect();
+        self.next_data = (self.next_data + streams.len()) % self.shared.data.len();
+        let bells: Vec<_> = threads.iter().map(|thread| thread.bell()).collect();
+        let keys: Vec<_> = bells.iter().map(Bell::key).collect();
+        session.set_lane_bells(bells);
+        for (index, ((stream, thread), key)) in streams.into_iter().zip(threads).zip(keys).enumerate() {
+            thread.add(key, Arc::clone(session), stream, index == 0);
         }
     }
 }

@@ -38,7 +38,8 @@ pub struct TcpConfigFile {
     pub frame_bytes: u32,
     /// How long a handshake may take.
     pub handshake_ms: u64,
-    /// How often the control lane is tried when nothing else is said.
+    /// How often a peer that says nothing on the control lane is asked whether it is there; one that dialled asks itself, and is asked if
+    /// it was silent for half as long again.
     pub keepalive_ms: u64,
     /// How long nothing may move before the session is given up.
     pub stall_ms: u64,
@@ -50,8 +51,10 @@ pub struct TcpConfigFile {
     pub redial_seed: u64,
     /// The most peers, and the most addresses to reach.
     pub max_peers: u32,
-    /// The most connections at once that have not proved themselves.
+    /// The most connections at once that have not proved themselves. For one more, the oldest of the address that holds most is let go.
     pub max_unauthenticated: u32,
+    /// The most of them from one address (IPv6: from one /64).
+    pub max_unauthenticated_per_address: u32,
     /// The most grants at once.
     pub max_grants: u32,
     /// The most posts to one peer at once.
@@ -87,7 +90,8 @@ impl Default for TcpConfigFile {
             redial_longest_ms: 2_000,
             redial_seed: 0,
             max_peers: 64,
-            max_unauthenticated: 32,
+            max_unauthenticated: 128,
+            max_unauthenticated_per_address: 64,
             max_grants: 1 << 16,
             max_posts: 4096,
             max_events: 1 << 16,
@@ -121,6 +125,7 @@ pub struct TcpConfig {
     pub(crate) redial_seed: u64,
     pub(crate) max_peers: usize,
     pub(crate) max_unauthenticated: usize,
+    pub(crate) max_unauthenticated_per_address: usize,
     pub(crate) max_grants: usize,
     pub(crate) max_posts: usize,
     pub(crate) max_events: usize,
@@ -169,6 +174,8 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
         within("redial_longest_ms", file.redial_longest_ms, file.redial_first_ms, HOUR_MS)?;
         within("max_peers", file.max_peers.into(), 1, 4096)?;
         within("max_unauthenticated", file.max_unauthenticated.into(), 1, 4096)?;
+        let per_address = file.max_unauthenticated_per_address;
+        within("max_unauthenticated_per_address", per_address.into(), 1, 4096)?;
         within("max_grants", file.max_grants.into(), 1, 1 << 24)?;
         within("max_posts", file.max_posts.into(), 1, 1 << 20)?;
         within("max_events", file.max_events.into(), 1, 1 << 24)?;
@@ -221,6 +228,7 @@ impl TcpConfig {
             redial_seed: file.redial_seed,
             max_peers: file.max_peers as usize,
             max_unauthenticated: file.max_unauthenticated as usize,
+            max_unauthenticated_per_address: file.max_unauthenticated_per_address as usize,
             max_grants: file.max_grants as usize,
             max_posts: file.max_posts as usize,
             max_events: file.max_events as usize,

@@ -1,15 +1,15 @@
 //! The control lane of a session that is up: messages, keep-alives, the session's end.
 
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GOODBYE_BYTES, Refusal};
-use rustix::event::{PollFd, PollFlags};
 
 use super::coming::Coming;
+use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
 use super::verbs_words::VerbsWord;
@@ -36,7 +36,9 @@ pub(crate) struct Control {
     /// Answers that the lane itself owes.
     answers: Vec<u8>,
     heard_at: Instant,
-    ping_at: Instant,
+    pinged_at: Instant,
+    /// How long the peer is silent before it is asked.
+    quiet: Duration,
     pub(crate) again: bool,
     is_held_back: bool,
     /// Posts ended at the peer's word; lanes may wait for that.
@@ -51,6 +53,8 @@ impl Control {
         keepalive: Duration,
         coming: Coming,
     ) -> Self {
+        // One that asks is enough for both: who dialled does. What it hears then is no reason to ask later the next time.
+        let quiet = if session.address.is_some() { keepalive / 2 } else { keepalive * 3 / 2 };
         Self {
             session,
             coming: Some(Box::new(coming)),
@@ -61,18 +65,22 @@ impl Control {
             sent: 0,
             answers: Vec::new(),
             heard_at: now,
-            ping_at: now + keepalive,
+            pinged_at: now,
+            quiet,
             again: true,
             is_held_back: false,
             has_verdicts: false,
         }
     }
 
-    pub(crate) fn entry(&self) -> Option<PollFd<'_>> {
-        let mut flags = PollFlags::empty();
-        flags.set(PollFlags::IN, !self.is_held_back);
-        flags.set(PollFlags::OUT, self.sent < self.output.len() || self.stream.has_unsent());
-        (!flags.is_empty()).then(|| PollFd::from_borrowed_fd(self.stream.as_fd(), flags))
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// What of its socket to wait for.
+    pub(crate) fn interest(&self) -> Interest {
+        let write = self.sent < self.output.len() || self.stream.has_unsent();
+        Interest { read: !self.is_held_back, write }
     }
 
     /// Whether it does not listen because nobody polls.
@@ -81,9 +89,14 @@ impl Control {
     }
 
     /// When something is to be done unprompted.
-    pub(crate) fn poll_timeout(&self, stall: Duration) -> Instant {
-        let busy_until = self.heard_at + stall;
-        self.ping_at.min(busy_until)
+    pub(crate) fn poll_timeout(&self, keepalive: Duration, stall: Duration) -> Instant {
+        let silent_until = self.heard_at + stall;
+        self.ping_at(keepalive).min(silent_until)
+    }
+
+    /// When the peer is asked whether it is there, if nothing is heard until then.
+    fn ping_at(&self, keepalive: Duration) -> Instant {
+        (self.pinged_at + keepalive).max(self.heard_at + self.quiet)
     }
 
     /// Does what can be done without waiting.
@@ -120,8 +133,8 @@ impl Control {
         {
             return stalled("the writes to it", idle);
         }
-        if now >= self.ping_at {
-            self.ping_at = now + keepalive;
+        if now >= self.ping_at(keepalive) {
+            self.pinged_at = now;
             self.answer(FrameHeader::empty(FrameKind::Ping));
         }
         Ok(())
@@ -279,7 +292,7 @@ impl Control {
         TransportError::Protocol { peer: self.session.name.clone(), problem }
     }
 
-    fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
+    pub(crate) fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
         TransportError::Io { peer: self.session.name.clone(), operation, source: Arc::new(source) }
     }
 }

@@ -2,93 +2,134 @@
 //!
 //! A session's life: `Handshaking` (control lane) -> `Pending` (data lanes are coming) -> `Control` (up) -> over.
 
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::{FrameHeader, FrameKind, Introduction, PeerIdentity};
-use rustix::event::{PollFd, PollFlags};
 
+use super::accept::{Accepting, Listeners};
+use super::calls::Bell;
 use super::coming::Coming;
 use super::control::Control;
 use super::endpoint::{Command, Shared};
 use super::handshaking::{Handshaking, Opening, Role};
 use super::path::{Choice, Route};
-use super::pending::Pending;
+use super::pending::{Pending, PendingKey};
+use super::poller::Poller;
 use super::session::{Session, SessionSetup};
 use super::socket;
+use super::strangers::{Refusals, Strangers};
 use super::stream::Stream;
 use super::target::{BackOff, Target, TargetState};
+use super::timers::Timers;
 use crate::api::{Event, PeerAddress};
 use crate::core::{Counters, SessionKey, Superseded, is_other_start};
 use crate::error::TransportError;
 use crate::share::Sharing;
 
-/// How many connections are accepted before the thread looks at its peers.
-const TURN_ACCEPTS: usize = 16;
-/// How long to accept nothing after the system refused a descriptor.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// An accepted connection is not let go for another one for this part of a handshake's time.
+const GRACE_PART: u32 = 100;
 
 pub(crate) struct Driver<'a> {
     pub(super) shared: &'a Arc<Shared>,
-    listeners: Listeners,
-    accept_at: Option<Instant>,
-    /// Somebody was told that connections cannot be accepted, and some still wait.
-    is_starved: bool,
-    pub(super) handshaking: Vec<Handshaking>,
-    pub(super) pending: Vec<Pending>,
-    pub(super) live: Vec<Control>,
-    pub(super) targets: Vec<Target>,
+    pub(super) listeners: Listeners,
+    pub(super) poller: Poller,
+    pub(super) timers: Timers<Due>,
+    pub(super) accepting: Accepting,
+    pub(super) strangers: Strangers,
+    pub(super) refusals: Refusals,
+    pub(super) next_handshake: u64,
+    pub(super) handshaking: HashMap<u64, Handshaking>,
+    pub(super) pending: HashMap<PendingKey, Pending>,
+    /// Boxed: a table has room for twice as many.
+    pub(super) live: HashMap<SessionKey, Box<Control>>,
+    /// Which of them is with whom.
+    by_peer: HashMap<PeerId, SessionKey>,
+    /// Sessions that read nothing until events are polled.
+    held: HashSet<u64>,
+    /// Sessions whose control lane can go on.
+    queue: VecDeque<u64>,
+    pub(super) targets: HashMap<SocketAddr, Target>,
     pub(super) back_off: BackOff,
     pub(super) superseded: Superseded,
     pub(super) next_data: usize,
 }
 
-/// Where peers dial.
-pub(crate) struct Listeners {
-    pub(crate) tcp: TcpListener,
-    /// For data lanes of peers on this host.
-    pub(crate) unix: Option<UnixListener>,
+/// A socket that this thread waits for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Key {
+    Tcp,
+    Unix,
+    /// By its number.
+    Handshake(u64),
+    Session(SessionKey),
 }
 
-/// What poll(2) found at the listeners.
-#[derive(Clone, Copy, Default)]
-struct Knocks {
-    tcp: bool,
-    unix: bool,
+/// What this thread does at a time.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(super) enum Due {
+    /// Accept again.
+    Accept,
+    /// Give up a handshake.
+    Handshake(u64),
+    /// Give up a session whose lanes do not come.
+    Pending(PendingKey),
+    /// Dial.
+    Target(SocketAddr),
+    /// Ask a peer whether it is there, or give it up.
+    Session(SessionKey),
 }
 
-/// Why a round of accepting is over.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum AcceptEnd {
-    /// Nobody waits any more.
-    Drained,
-    /// The system refused a descriptor.
-    Starved,
-    /// Others have their turn.
-    More,
+impl Key {
+    pub(super) fn get(self) -> u64 {
+        match self {
+            Self::Tcp => 0,
+            Self::Unix => 2,
+            Self::Handshake(number) => number << 2 | 1,
+            Self::Session(key) => key.0 << 2 | 3,
+        }
+    }
+
+    fn of(key: u64) -> Self {
+        match (key & 3, key >> 2) {
+            (1, number) => Self::Handshake(number),
+            (3, key) => Self::Session(SessionKey(key)),
+            (2, _) => Self::Unix,
+            _ => Self::Tcp,
+        }
+    }
 }
 
-pub(crate) fn run(shared: &Arc<Shared>, listeners: Listeners) {
+pub(crate) fn run(shared: &Arc<Shared>, listeners: Listeners, poller: Poller) {
     let config = &shared.config;
     let back_off = BackOff { first: config.redial_first, longest: config.redial_longest, random: config.redial_seed };
+    let (most, most_of_source) = (config.max_unauthenticated, config.max_unauthenticated_per_address);
     let mut driver = Driver {
         shared,
         listeners,
-        accept_at: None,
-        is_starved: false,
-        handshaking: Vec::new(),
-        pending: Vec::new(),
-        live: Vec::new(),
-        targets: Vec::new(),
+        poller,
+        timers: Timers::new(),
+        accepting: Accepting::default(),
+        strangers: Strangers::new(most, most_of_source, config.handshake / GRACE_PART),
+        refusals: Refusals::default(),
+        next_handshake: 0,
+        handshaking: HashMap::new(),
+        pending: HashMap::new(),
+        live: HashMap::new(),
+        by_peer: HashMap::new(),
+        held: HashSet::new(),
+        queue: VecDeque::new(),
+        targets: HashMap::new(),
         back_off,
         superseded: Superseded::default(),
         next_data: 0,
     };
+    driver.accept_again();
     while driver.turn() {}
     driver.stop();
 }
@@ -103,164 +144,81 @@ impl Driver<'_> {
         if is_stopping {
             return false;
         }
-        for command in commands {
-            self.obey(command);
-        }
-        self.dial_targets(Instant::now());
+        commands.into_iter().for_each(|command| self.obey(command));
         self.expire(Instant::now());
-        let ready = self.sleep();
-        self.accept(ready.knocks);
-        // Back to front: a handshake or a session that is over makes room for the last one.
-        for index in (0..ready.handshaking.len()).rev() {
-            if ready.handshaking[index] {
-                self.shake(index);
-            }
+        self.shared.waker.take(&mut self.queue);
+        if self.shared.waker.take_room() {
+            self.queue.extend(self.held.drain());
         }
-        for index in (0..ready.live.len().min(self.live.len())).rev() {
-            self.serve(index, ready.live[index]);
+        for _ in 0..self.queue.len() {
+            let key = self.queue.pop_front();
+            key.into_iter().for_each(|key| self.serve(SessionKey(key)));
+        }
+        for key in self.sleep() {
+            match Key::of(key) {
+                Key::Tcp => self.accept_tcp(),
+                Key::Unix => self.accept_unix(),
+                Key::Handshake(number) => self.shake(number),
+                Key::Session(key) => self.serve(key),
+            }
         }
         true
     }
 
+    /// What is ready, after a sleep.
+    fn sleep(&mut self) -> Vec<u64> {
+        let until = || self.timers.next().map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = if self.queue.is_empty() { until() } else { Some(Duration::ZERO) };
+        self.poller.sleep(self.shared.waker.waker(), timeout).map(|found| found.key).collect()
+    }
+
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Connect(address) => self.targets.push(Target::new(address, Instant::now(), &self.back_off)),
-            Command::Forget(address) => self.targets.retain(|target| target.address != address),
+            Command::Connect(address) => {
+                self.targets.entry(address).or_insert_with(|| Target::new(&self.back_off));
+                self.timers.set(Due::Target(address), Instant::now());
+            }
+            Command::Forget(address) => {
+                self.targets.remove(&address);
+                self.timers.clear(Due::Target(address));
+            }
             Command::Disconnect { peer, reason } => {
-                let mut state = self.shared.lock();
-                self.targets.retain(|target| {
-                    let is_kept = target.peer.as_ref() != Some(&peer);
-                    if !is_kept {
-                        state.wanted.retain(|wanted| *wanted != target.address);
-                    }
-                    is_kept
-                });
-                drop(state);
-                if let Some(index) = self.live.iter().position(|control| control.session.peer == peer) {
-                    self.end_session(index, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
+                let is_theirs = |_: &SocketAddr, target: &mut Target| target.peer.as_ref() == Some(&peer);
+                let unwanted: Vec<_> = self.targets.extract_if(is_theirs).map(|(address, _)| address).collect();
+                self.shared.lock().wanted.retain(|wanted| !unwanted.contains(wanted));
+                unwanted.into_iter().for_each(|address| self.timers.clear(Due::Target(address)));
+                if let Some(key) = self.by_peer.get(&peer).copied() {
+                    self.end_session(key, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
                 }
             }
             Command::Proved { session, outcome } => self.proved(session, outcome),
             Command::Broken { session, reason } => {
-                if let Some(index) = self.live.iter().position(|control| control.session.key == session) {
-                    let word = reason.to_string();
-                    self.end_session(index, reason, Some(&word));
-                }
+                let word = reason.to_string();
+                self.end_session(session, reason, Some(&word));
             }
         }
     }
 
-    fn sleep(&self) -> Ready {
-        let now = Instant::now();
-        let mut until: Option<Instant> = self.accept_at;
-        let mut sooner = |at: Instant| until = Some(until.map_or(at, |until| until.min(at)));
-        let mut fds = vec![self.shared.waker.entry()];
-        if self.accept_at.is_none() {
-            fds.push(PollFd::from_borrowed_fd(self.listeners.tcp.as_fd(), PollFlags::IN));
-            fds.extend(self.listeners.unix.as_ref().map(|unix| PollFd::from_borrowed_fd(unix.as_fd(), PollFlags::IN)));
+    fn dial_target(&mut self, address: SocketAddr) {
+        let waiting = self.targets.get_mut(&address).filter(|target| target.state == TargetState::Waiting);
+        let Some(target) = waiting else { return };
+        if target.peer.as_ref().is_some_and(|peer| self.by_peer.contains_key(peer)) {
+            // It dialled us meanwhile; that session is as good.
+            return self.retry(address);
         }
-        for handshake in &self.handshaking {
-            sooner(handshake.poll_timeout());
-            fds.push(handshake.entry());
-        }
-        for pending in &self.pending {
-            sooner(pending.deadline);
-        }
-        for target in &self.targets {
-            if let TargetState::Waiting(at) = target.state {
-                sooner(at);
-            }
-        }
-        for control in &self.live {
-            sooner(if control.again { now } else { control.poll_timeout(self.shared.config.stall) });
-            fds.extend(control.entry());
-        }
-        self.shared.waker.sleep(&mut fds, until.map(|until| until.saturating_duration_since(now)));
-        let mut ready = fds.iter().skip(1).map(|fd| !fd.revents().is_empty());
-        let mut next = || ready.next().unwrap_or(false);
-        Ready {
-            knocks: match self.accept_at {
-                Some(at) => Knocks { tcp: at <= Instant::now(), unix: at <= Instant::now() },
-                None => Knocks { tcp: next(), unix: self.listeners.unix.is_some() && next() },
-            },
-            handshaking: self.handshaking.iter().map(|_| next()).collect(),
-            live: self.live.iter().map(|control| control.entry().is_some() && next()).collect(),
+        target.state = TargetState::Dialling;
+        let lanes = self.lanes_to(address);
+        let identity = self.introduce(lanes, 0);
+        if let Err(reason) = self.dial(address, Introduction::Peer(identity)) {
+            self.missed(address, None, reason);
         }
     }
 
-    fn accept(&mut self, knocks: Knocks) {
-        if !(knocks.tcp || knocks.unix) {
-            return;
-        }
-        self.accept_at = None;
-        let mut ends = Vec::new();
-        if knocks.tcp {
-            ends.push(self.accept_from(|listeners| {
-                let (stream, from) = listeners.tcp.accept()?;
-                Ok((socket::accepted(stream)?, from.to_string()))
-            }));
-        }
-        if knocks.unix && !ends.contains(&AcceptEnd::Starved) {
-            ends.push(self.accept_from(|listeners| {
-                let unix = listeners.unix.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
-                Ok((socket::accepted_unix(unix.accept()?.0)?, "a process of this host".to_owned()))
-            }));
-        }
-        if ends.iter().all(|end| *end == AcceptEnd::Drained) {
-            self.is_starved = false;
-        }
-    }
-
-    fn accept_from(&mut self, accept: impl Fn(&Listeners) -> io::Result<(Stream, String)>) -> AcceptEnd {
-        for _ in 0..TURN_ACCEPTS {
-            let (stream, name) = match accept(&self.listeners) {
-                Ok(accepted) => accepted,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return AcceptEnd::Drained,
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
-                Err(error) => {
-                    if !std::mem::replace(&mut self.is_starved, true) {
-                        tracing::warn!(%error, "connections cannot be accepted for now; raise the limit, or see who holds them");
-                    }
-                    self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
-                    return AcceptEnd::Starved;
-                }
-            };
-            let unproved = self.handshaking.iter().filter(|handshake| handshake.is_unproved()).count();
-            let limit = self.shared.config.max_unauthenticated;
-            if unproved >= 2 * limit {
-                continue; // dropped: not even told that we are busy
-            }
-            let deadline = Instant::now() + self.shared.config.handshake;
-            let versions = self.shared.config.versions;
-            let opening = Opening::Listener { versions, busy: unproved >= limit };
-            match Handshaking::new(stream, Role::Accepted, name, opening, self.shared.credentials(), deadline) {
-                Ok(handshake) => self.handshaking.push(handshake),
-                Err(error) => tracing::warn!(%error, "a connection was accepted and cannot be used"),
-            }
-        }
-        AcceptEnd::More
-    }
-
-    fn dial_targets(&mut self, now: Instant) {
-        for index in 0..self.targets.len() {
-            let target = &mut self.targets[index];
-            if !matches!(target.state, TargetState::Waiting(at) if at <= now) {
-                continue;
-            }
-            let peer = target.peer.clone();
-            if peer.is_some_and(|peer| self.live.iter().any(|control| control.session.peer == peer)) {
-                // It dialled us meanwhile; that session is as good.
-                target.retry(now, &mut self.back_off);
-                continue;
-            }
-            target.state = TargetState::Dialling;
-            let address = target.address;
-            let lanes = self.lanes_to(address);
-            let identity = self.introduce(lanes, 0);
-            if let Err(reason) = self.dial(address, Introduction::Peer(identity)) {
-                self.missed(address, None, reason);
-            }
-        }
+    /// Dials the address again after a while, if somebody wants that.
+    pub(super) fn retry(&mut self, address: SocketAddr) {
+        let Some(target) = self.targets.get_mut(&address) else { return };
+        let at = target.retry(Instant::now(), &mut self.back_off);
+        self.timers.set(Due::Target(address), at);
     }
 
     pub(super) fn lanes_to(&self, address: SocketAddr) -> u16 {
@@ -329,26 +287,69 @@ impl Driver<'_> {
         let config = &self.shared.config;
         let deadline = Instant::now() + config.handshake;
         let opening = Opening::Dialler { versions: config.versions, introduction };
-        let handshake = Handshaking::new(stream, role, name, opening, self.shared.credentials(), deadline)?;
-        self.handshaking.push(handshake);
+        self.begin_handshake(Handshaking::new(stream, role, name, opening, self.shared.credentials(), deadline)?);
         Ok(())
     }
 
-    fn expire(&mut self, now: Instant) {
-        // One failure may take others out of the list.
-        while let Some(index) = self.handshaking.iter().position(|handshake| handshake.poll_timeout() <= now) {
-            let late = self.handshaking.swap_remove(index);
-            let reason = late.late();
-            self.failed(&late, reason);
+    pub(super) fn begin_handshake(&mut self, handshake: Handshaking) {
+        let number = self.next_handshake;
+        self.next_handshake += 1;
+        self.timers.set(Due::Handshake(number), handshake.poll_timeout());
+        self.handshaking.insert(number, handshake);
+        self.watch_handshake(number);
+    }
+
+    pub(super) fn watch_handshake(&mut self, number: u64) {
+        let Some(handshake) = self.handshaking.get(&number) else { return };
+        let key = Key::Handshake(number).get();
+        if let Err(error) = self.poller.watch(key, handshake.fd(), handshake.interest())
+            && let Some(handshake) = self.take_handshake(number)
+        {
+            let (peer, operation) = (handshake.name.clone(), "watch a connection");
+            self.failed(&handshake, TransportError::Io { peer, operation, source: Arc::new(error) });
         }
-        let is_late = |pending: &mut Pending| pending.deadline <= now;
-        let late: Vec<_> = self.pending.extract_if(.., is_late).collect();
-        for pending in late {
-            if let Some(address) = pending.dialled {
-                let waited_ms = self.shared.config.handshake.as_millis() as u64;
-                let peer = pending.identity.peer.to_string();
-                let reason = TransportError::Stalled { peer, operation: "opening the data lanes", waited_ms };
-                self.missed(address, Some(pending.identity.peer), reason);
+    }
+
+    pub(super) fn take_handshake(&mut self, number: u64) -> Option<Handshaking> {
+        let handshake = self.handshaking.remove(&number)?;
+        self.poller.forget(Key::Handshake(number).get(), handshake.fd());
+        self.timers.clear(Due::Handshake(number));
+        self.strangers.forget(number);
+        Some(handshake)
+    }
+
+    pub(super) fn begin_pending(&mut self, pending: Pending) {
+        self.timers.set(Due::Pending(pending.key()), pending.deadline);
+        self.pending.insert(pending.key(), pending);
+    }
+
+    pub(super) fn take_pending(&mut self, key: PendingKey) -> Option<Pending> {
+        self.timers.clear(Due::Pending(key));
+        self.pending.remove(&key)
+    }
+
+    /// Does what is due.
+    fn expire(&mut self, now: Instant) {
+        while let Some(due) = self.timers.pop(now) {
+            match due {
+                Due::Accept => self.accept_again(),
+                Due::Target(address) => self.dial_target(address),
+                Due::Session(key) => self.serve_if_due(key, now),
+                Due::Handshake(number) => {
+                    if let Some(late) = self.take_handshake(number) {
+                        let reason = late.late();
+                        self.failed(&late, reason);
+                    }
+                }
+                Due::Pending(key) => {
+                    let Some(Pending { identity, dialled: Some(address), .. }) = self.take_pending(key) else {
+                        continue;
+                    };
+                    let waited_ms = self.shared.config.handshake.as_millis() as u64;
+                    let peer = identity.peer.to_string();
+                    let reason = TransportError::Stalled { peer, operation: "opening the data lanes", waited_ms };
+                    self.missed(address, Some(identity.peer), reason);
+                }
             }
         }
     }
@@ -356,10 +357,18 @@ impl Driver<'_> {
     /// An attempt to reach an address failed.
     pub(super) fn missed(&mut self, address: SocketAddr, peer: Option<PeerId>, reason: TransportError) {
         // Other lanes of the same attempt are of no use any more.
-        self.pending.retain(|pending| pending.dialled != Some(address));
-        self.handshaking.retain(|handshake| handshake.role.to() != Some(address));
-        let Some(target) = self.targets.iter_mut().find(|target| target.address == address) else { return };
-        target.retry(Instant::now(), &mut self.back_off);
+        let of_attempt = |pending: &&PendingKey| pending.0 == Some(address);
+        for key in self.pending.keys().filter(of_attempt).copied().collect::<Vec<_>>() {
+            self.take_pending(key);
+        }
+        let of_attempt = |(_, handshake): &(&u64, &Handshaking)| handshake.role.to() == Some(address);
+        for number in self.handshaking.iter().filter(of_attempt).map(|(number, _)| *number).collect::<Vec<_>>() {
+            self.take_handshake(number);
+        }
+        if !self.targets.contains_key(&address) {
+            return;
+        }
+        self.retry(address);
         Counters::add(&self.shared.core.counters.sessions_down, 1);
         tracing::debug!(%address, %reason, "not reached");
         self.shared.core.events.push(Event::Down { peer, address: Some(PeerAddress::Tcp(address)), reason });
@@ -368,7 +377,7 @@ impl Driver<'_> {
     /// All lanes are there.
     pub(super) fn establish(&mut self, pending: Pending) {
         let Some(control) = pending.control else { return };
-        if pending.dialled.is_some_and(|address| self.targets.iter().all(|target| target.address != address)) {
+        if pending.dialled.is_some_and(|address| !self.targets.contains_key(&address)) {
             return; // nobody wants it any more
         }
         let peer = pending.identity.peer.clone();
@@ -378,7 +387,7 @@ impl Driver<'_> {
             None => self.dialled_session_with(&peer) && self.shared.peer < peer,
         };
         if is_needless {
-            return pending.dialled.map_or((), |address| self.wait_with(address));
+            return pending.dialled.map_or((), |address| self.retry(address));
         }
         if self.superseded.contains(&peer) {
             // Replaced while its lanes were coming.
@@ -389,15 +398,14 @@ impl Driver<'_> {
             return;
         }
         self.superseded.meet(&peer);
-        for index in (0..self.live.len()).rev() {
-            let other = self.live[index].session.peer.clone();
-            if other == peer {
-                let reason = "a newer session replaced it";
-                self.end_session(index, TransportError::Disconnected { reason: reason.to_owned() }, Some(reason));
-            } else if is_other_start(&other, &peer) {
-                let reason = format!("{peer} replaced it");
-                self.end_session(index, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
-            }
+        let others = self.live.values().map(|control| &control.session);
+        let others = others.filter(|other| other.peer == peer || is_other_start(&other.peer, &peer));
+        for (key, other) in others.map(|other| (other.key, other.peer.clone())).collect::<Vec<_>>() {
+            let reason = match other == peer {
+                true => "a newer session replaced it".to_owned(),
+                false => format!("{peer} replaced it"),
+            };
+            self.end_session(key, TransportError::Disconnected { reason: reason.clone() }, Some(&reason));
         }
         let (shared, now) = (self.shared, Instant::now());
         let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
@@ -414,17 +422,23 @@ impl Driver<'_> {
             sharing,
             rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
+            control_bell: Bell::new(&shared.waker, key.0),
         };
         let session = Arc::new(Session::new(setup, now));
-        if let Some(target) = self.targets.iter_mut().find(|target| Some(target.address) == pending.dialled) {
+        if let Some(target) = pending.dialled.and_then(|address| self.targets.get_mut(&address)) {
             target.reached(&peer, key, &self.back_off);
         }
         let coming =
             Coming { identity: pending.identity, choice: pending.choice, streams, are_unix, is_tls: control.is_tls() };
-        self.live.push(Control::new(Arc::clone(&session), control, now, shared.config.keepalive, coming));
+        let control = Control::new(Arc::clone(&session), control, now, shared.config.keepalive, coming);
+        self.live.insert(key, Box::new(control));
+        self.by_peer.insert(peer, key);
         match &session.rdma {
-            Some(rdma) => rdma.join(&session),
-            None => self.begin(self.live.len() - 1),
+            Some(rdma) => {
+                rdma.join(&session);
+                self.serve(key);
+            }
+            None => self.begin(key),
         }
     }
 
@@ -445,27 +459,48 @@ impl Driver<'_> {
         }
     }
 
-    fn serve(&mut self, index: usize, is_ready: bool) {
-        let (core, config, now) = (&self.shared.core, &self.shared.config, Instant::now());
-        let control = &mut self.live[index];
-        let is_due = control.poll_timeout(config.stall) <= now;
-        if !(is_ready || is_due || control.again || control.held_back() || control.session.has_control()) {
-            return;
+    /// What was heard meanwhile may have put off what was due.
+    fn serve_if_due(&mut self, key: SessionKey, now: Instant) {
+        let config = &self.shared.config;
+        let Some(control) = self.live.get(&key) else { return };
+        match control.poll_timeout(config.keepalive, config.stall) {
+            at if at > now => self.timers.set(Due::Session(key), at),
+            _ => self.serve(key),
         }
-        let outcome = control.turn(core, now, config.keepalive, config.stall);
+    }
+
+    pub(super) fn serve(&mut self, key: SessionKey) {
+        let (core, config, now) = (&self.shared.core, &self.shared.config, Instant::now());
+        let Some(control) = self.live.get_mut(&key) else { return };
+        let mut outcome = control.turn(core, now, config.keepalive, config.stall);
         if std::mem::take(&mut control.has_verdicts) {
-            self.shared.wake_data();
+            control.session.ring_lanes(); // one may wait for that
+        }
+        if outcome.is_ok() {
+            let watched = self.poller.watch(Key::Session(key).get(), control.fd(), control.interest());
+            outcome = watched.map_err(|error| control.broken("watch the control lane", error));
         }
         if let Err(reason) = outcome {
             let word = reason.to_string();
             let goodbye = !matches!(reason, TransportError::Ended { .. });
-            self.end_session(index, reason, goodbye.then_some(&word));
+            return self.end_session(key, reason, goodbye.then_some(&word));
+        }
+        self.timers.set_by(Due::Session(key), control.poll_timeout(config.keepalive, config.stall));
+        if control.held_back() {
+            self.held.insert(key.0);
+        }
+        if control.again {
+            self.queue.push_back(key.0);
         }
     }
 
     /// Ends a session: posts and grants first, then the event.
-    pub(super) fn end_session(&mut self, index: usize, reason: TransportError, goodbye: Option<&str>) {
-        let control = self.live.swap_remove(index);
+    pub(super) fn end_session(&mut self, key: SessionKey, reason: TransportError, goodbye: Option<&str>) {
+        let Some(control) = self.live.remove(&key) else { return };
+        self.poller.forget(Key::Session(key).get(), control.fd());
+        self.timers.clear(Due::Session(key));
+        self.held.remove(&key.0);
+        self.by_peer.remove(&control.session.peer);
         let session = Arc::clone(&control.session);
         let mut state = self.shared.lock();
         if state.sessions.get(&session.peer).is_some_and(|known| known.key == session.key) {
@@ -476,8 +511,10 @@ impl Driver<'_> {
         let is_told = control.coming.is_none() || session.address.is_some();
         control.close(goodbye);
         session.finish(&self.shared.core, &reason);
-        self.shared.wake_data();
-        self.lost(session.key);
+        session.ring_lanes();
+        if let Some(address) = session.address.filter(|address| self.is_up(*address, key)) {
+            self.retry(address);
+        }
         tracing::info!(peer = %session.peer, session = session.key.0, %reason, "session down");
         Counters::add(&self.shared.core.counters.sessions_down, 1);
         if is_told {
@@ -489,19 +526,23 @@ impl Driver<'_> {
         }
     }
 
-    fn lost(&mut self, session: SessionKey) {
-        if let Some(target) = self.targets.iter_mut().find(|target| target.state == TargetState::Up(session)) {
-            target.retry(Instant::now(), &mut self.back_off);
-        }
+    /// The session with a peer, if there is one or one is coming.
+    pub(super) fn session_with(&self, peer: &PeerId) -> Option<&Session> {
+        self.live.get(self.by_peer.get(peer)?).map(|control| &*control.session)
+    }
+
+    /// Whether the session is the one by which the address is reached.
+    fn is_up(&self, address: SocketAddr, session: SessionKey) -> bool {
+        self.targets.get(&address).is_some_and(|target| target.state == TargetState::Up(session))
     }
 
     fn stop(&mut self) {
         self.targets.clear();
         self.handshaking.clear();
         self.pending.clear();
-        while !self.live.is_empty() {
+        for key in self.live.keys().copied().collect::<Vec<_>>() {
             let reason = "shutdown".to_owned();
-            self.end_session(self.live.len() - 1, TransportError::Disconnected { reason }, Some("shutdown"));
+            self.end_session(key, TransportError::Disconnected { reason }, Some("shutdown"));
         }
     }
 }
@@ -521,11 +562,4 @@ fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) 
 
 fn unreached(peer: String) -> impl FnOnce(io::Error) -> TransportError {
     move |source| TransportError::Io { peer, operation: "connect", source: Arc::new(source) }
-}
-
-/// What poll(2) found.
-struct Ready {
-    knocks: Knocks,
-    handshaking: Vec<bool>,
-    live: Vec<bool>,
 }

@@ -11,15 +11,17 @@ use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, MAX_NOTIFICATION_BYTES};
 use kvferry_protocol::{PeerId, RegionId};
 
+use super::accept::Listeners;
+use super::calls::Calls;
 use super::config::TcpConfig;
 use super::data::DataThread;
-use super::driver::{self, Listeners};
+use super::driver;
 use super::path::Local;
+use super::poller::Poller;
 use super::session::Session;
 use super::socket;
 use super::ucx::Ucx;
 use super::verbs::Verbs;
-use super::wake::Waker;
 use crate::api::{
     Capabilities, Event, GrantKey, Memory, PathKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
@@ -55,7 +57,8 @@ pub(crate) struct Shared {
     pub(crate) verbs: Option<Arc<Verbs>>,
     pub(crate) ucx: Option<Ucx>,
     pub(crate) state: Mutex<State>,
-    pub(crate) waker: Waker,
+    /// Calls the control thread, by the numbers of sessions.
+    pub(crate) waker: Arc<Calls>,
     pub(crate) data: Vec<DataThread>,
 }
 
@@ -151,10 +154,12 @@ impl Tcp {
             .transpose()
             .map_err(broken("listen for Unix lanes"))?;
         let data = (0..config.data_threads).map(|_| DataThread::new()).collect::<Result<Vec<_>, _>>();
+        let waker = Calls::new().map_err(broken("make an eventfd"))?;
+        let poller = Poller::new(waker.waker()).map_err(broken("make an epoll descriptor"))?;
         let shared = Arc::new(Shared {
             core: Core::new(config.max_grants, config.max_events, bug),
-            data: data.map_err(broken("make an eventfd"))?,
-            waker: Waker::new().map_err(broken("make an eventfd"))?,
+            data: data.map_err(broken("make an epoll descriptor"))?,
+            waker,
             credentials: Mutex::new(credentials),
             peer,
             greeting,
@@ -169,11 +174,11 @@ impl Tcp {
             ucx.belongs_to(&shared);
         }
         let tcp = Self { shared, threads: Mutex::default() };
-        tcp.start(Listeners { tcp: listener, unix }).map_err(broken("start a thread"))?;
+        tcp.start(Listeners { tcp: listener, unix }, poller).map_err(broken("start a thread"))?;
         Ok(tcp)
     }
 
-    fn start(&self, listeners: Listeners) -> std::io::Result<()> {
+    fn start(&self, listeners: Listeners, poller: Poller) -> std::io::Result<()> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         for index in 0..self.shared.data.len() {
             let shared = Arc::clone(&self.shared);
@@ -187,7 +192,7 @@ impl Tcp {
         }
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("tcp-control".to_owned());
-        threads.push(thread.spawn(move || driver::run(&shared, listeners))?);
+        threads.push(thread.spawn(move || driver::run(&shared, listeners, poller))?);
         Ok(())
     }
 }
@@ -220,10 +225,20 @@ impl Shared {
         session.ok_or_else(|| TransportError::NotConnected { peer: peer.to_string() })
     }
 
-    pub(crate) fn wake_data(&self) {
-        for thread in &self.data {
-            thread.waker.wake();
-        }
+    /// Calls the data threads to all lanes: there is something to tell every peer.
+    fn ring_all_lanes(&self) {
+        self.data.iter().for_each(|thread| thread.calls.ring_all());
+        self.wake_verbs();
+    }
+
+    /// Somebody polled: what waited for room goes on.
+    fn tell_room(&self) {
+        self.data.iter().for_each(|thread| thread.calls.tell_room());
+        self.waker.tell_room();
+        self.wake_verbs();
+    }
+
+    pub(crate) fn wake_verbs(&self) {
         if let Some(verbs) = &self.verbs {
             verbs.wake();
         }
@@ -244,7 +259,10 @@ impl Shared {
                     self.command(Command::Broken { session: session.key, reason });
                 }
             }
-            None => self.wake_data(),
+            None => {
+                session.ring_lanes();
+                self.wake_verbs();
+            }
         }
         Ok(id)
     }
@@ -281,7 +299,7 @@ impl Transport for Tcp {
             Some(verbs) => verbs.register(&self.shared, memory)?,
             None => self.shared.core.register(memory)?,
         };
-        self.shared.wake_data(); // peers on this host are told
+        self.shared.ring_all_lanes(); // peers on this host are told
         Ok(region)
     }
 
@@ -382,8 +400,7 @@ impl Transport for Tcp {
             if let Some(ucx) = &self.shared.ucx {
                 ucx.node.wake();
             }
-            self.shared.wake_data();
-            self.shared.waker.wake();
+            self.shared.tell_room();
         }
     }
 

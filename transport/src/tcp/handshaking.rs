@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,9 +10,9 @@ use kvferry_protocol::wire::{
     Declined, Dialler, Established, HandshakeError, HandshakeStep, Identity, Introduction, Listener, Step, Verdict,
     VersionRange,
 };
-use rustix::event::{PollFd, PollFlags};
 
 use super::pending::Pending;
+use super::poller::Interest;
 use super::stream::Stream;
 use crate::core::random;
 use crate::credentials::Credentials;
@@ -145,9 +145,14 @@ impl Handshaking {
         self.deadline
     }
 
-    pub(crate) fn entry(&self) -> PollFd<'_> {
-        let writes = self.is_connecting || !self.output.is_empty() || self.stream.has_unsent();
-        PollFd::from_borrowed_fd(self.stream.as_fd(), if writes { PollFlags::OUT } else { PollFlags::IN })
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// What of its socket to wait for.
+    pub(crate) fn interest(&self) -> Interest {
+        let write = self.is_connecting || !self.output.is_empty() || self.stream.has_unsent();
+        Interest { read: !write, write }
     }
 
     pub(crate) fn listener(&mut self) -> Option<&mut Listener> {

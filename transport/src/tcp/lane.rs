@@ -3,6 +3,7 @@
 //! Out: `Empty -> Words | Frame -> Empty`. In: `Header -> Table -> Payload | Copy | Sink -> Header`. A frame that lends its payload is
 //! sent as its head alone; its receiver copies the payload in pieces (`Copy`).
 
+mod allowance;
 mod lending;
 
 use std::io;
@@ -12,6 +13,10 @@ use std::time::Instant;
 
 use kvferry_protocol::wire::{FrameHeader, FrameKind, Loan, Refusal, WireError};
 
+use allowance::Allowance;
+
+use super::data::Wants;
+use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
 use crate::core::{Core, Counters, FrameCut, Inbound, Planted};
@@ -20,8 +25,6 @@ use crate::ffi;
 use crate::raw::{RawRun, advance};
 use crate::share::Borrowed;
 
-/// How many system calls one direction of a lane makes before the thread looks at its other lanes.
-const TURN_CALLS: usize = 16;
 /// A read or write that moved less than it could have, and less than this, was the last for now.
 const RETRY_BYTES: usize = 32 << 10;
 /// What a frame under a dead grant is read into, and what the rest of a cancelled frame is sent from.
@@ -45,8 +48,12 @@ pub(crate) struct Lane {
     scratch: Vec<RawRun>,
     /// What to wait for.
     pub(crate) wants: Wants,
-    /// Which direction poll(2) found ready, or did not wait for.
+    /// Which directions are worth a system call.
     pub(crate) ready: Ready,
+    /// Bytes that were moved since somebody looked.
+    moved_bytes: u64,
+    reads: Allowance,
+    writes: Allowance,
 }
 
 /// Which directions of a lane are worth a system call.
@@ -54,17 +61,6 @@ pub(crate) struct Lane {
 pub(crate) struct Ready {
     pub(crate) read: bool,
     pub(crate) write: bool,
-}
-
-/// What a lane waits for.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Wants {
-    pub(crate) read: bool,
-    pub(crate) write: bool,
-    /// It can go on at once.
-    pub(crate) again: bool,
-    /// The link's rate lets it go on then.
-    pub(crate) at: Option<Instant>,
 }
 
 enum Outgoing {
@@ -122,7 +118,6 @@ impl Call {
 
 impl Lane {
     pub(crate) fn new(session: Arc<Session>, stream: Stream, tells: bool) -> Self {
-        let wants = Wants { read: true, ..Wants::default() };
         let session_shares = session.sharing.is_some();
         Self {
             session,
@@ -133,8 +128,11 @@ impl Lane {
             outgoing: Outgoing::Empty,
             incoming: NO_HEADER,
             scratch: Vec::new(),
-            wants,
+            wants: Wants::default(),
             ready: Ready { read: true, write: true },
+            moved_bytes: 0,
+            reads: Allowance::default(),
+            writes: Allowance::default(),
         }
     }
 
@@ -142,51 +140,63 @@ impl Lane {
         &self.stream
     }
 
-    /// Does what can be done without waiting, and says what to wait for.
+    /// Does what can be done in a round's turn without waiting, and says what to wait for.
     ///
     /// # Errors
     /// [`TransportError`] if the lane broke; the session ends with it.
-    pub(crate) fn turn(&mut self, core: &Core, sink: &mut [u8], frame_bytes: u64) -> Result<(), TransportError> {
-        self.wants = Wants::default();
-        let mut calls = 0;
-        self.wants.read = !self.ready.read;
+    pub(crate) fn turn(
+        &mut self,
+        core: &Core,
+        sink: &mut [u8],
+        frame_bytes: u64,
+        round: u64,
+    ) -> Result<(), TransportError> {
+        self.wants = Wants { of_socket: Interest::READ, ..Wants::default() };
+        self.reads.begin(round);
         while self.ready.read {
-            if core.events.is_full() || self.words.len() > MAX_WORDS_BYTES {
+            if core.events.is_full() {
+                self.wants.room = true;
                 break;
             }
-            match self.receive(core, sink)? {
-                Turn::Moved if calls < TURN_CALLS => calls += 1,
-                Turn::Moved => {
-                    self.wants.again = true;
-                    break;
-                }
-                Turn::Blocked | Turn::Held | Turn::Nothing => {
-                    self.wants.read = true;
-                    break;
-                }
+            // Goes on below if the words go out, and else when the socket takes them.
+            if self.words.len() > MAX_WORDS_BYTES {
+                break;
             }
+            if self.reads.is_used_up() {
+                self.wants.again = true;
+                break;
+            }
+            let turn = self.receive(core, sink)?;
+            self.reads.spend(std::mem::take(&mut self.moved_bytes));
+            self.ready.read = matches!(turn, Turn::Moved);
         }
-        calls = 0;
-        self.wants.write = !self.ready.write;
+        self.writes.begin(round);
         if self.ready.write {
             self.stream.push().map_err(|error| self.broken("write a data lane", error))?;
         }
         while self.ready.write {
-            match self.send(core, frame_bytes)? {
-                Turn::Moved if calls < TURN_CALLS => calls += 1,
-                Turn::Moved => {
-                    self.wants.again = true;
-                    break;
-                }
+            if self.writes.is_used_up() {
+                self.wants.again = true;
+                break;
+            }
+            let turn = self.send(core, frame_bytes)?;
+            self.writes.spend(std::mem::take(&mut self.moved_bytes));
+            match turn {
+                Turn::Moved => {}
                 Turn::Blocked => {
-                    self.wants.write = self.wants.at.is_none();
+                    self.ready.write = self.wants.at.is_some();
                     break;
                 }
-                // Woken by a new post, or by the receiver's word.
+                // Called by a new post, or by the receiver's word.
                 Turn::Held | Turn::Nothing => break,
             }
         }
-        self.wants.write |= self.stream.has_unsent();
+        let is_stopped = self.words.len() > MAX_WORDS_BYTES;
+        // Reading stopped for words that are gone.
+        self.wants.again |= self.ready.read && !self.wants.room && !is_stopped;
+        // What TLS holds back goes out when the socket takes it, also if there is nothing more to send.
+        let write = !self.ready.write || self.stream.has_unsent();
+        self.wants.of_socket = Interest { read: !self.wants.room && !is_stopped, write };
         Ok(())
     }
 
@@ -425,9 +435,10 @@ impl Lane {
         self.words.extend_from_slice(&word.encode(self.session.version));
     }
 
-    fn moved(&self, operation: &'static str, call: Call) -> Result<Turn, TransportError> {
+    fn moved(&mut self, operation: &'static str, call: Call) -> Result<Turn, TransportError> {
         match call.result {
             Ok(moved) => {
+                self.moved_bytes += moved as u64;
                 self.session.note_moved(Instant::now());
                 // Much came, and while it was copied more may have come: a call that does not wait leaves that for the next one.
                 let is_over = moved < call.asked && moved < RETRY_BYTES;
@@ -439,7 +450,7 @@ impl Lane {
         }
     }
 
-    fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
+    pub(crate) fn broken(&self, operation: &'static str, source: io::Error) -> TransportError {
         TransportError::Io { peer: self.session.name.clone(), operation, source: Arc::new(source) }
     }
 

@@ -8,6 +8,9 @@ use kvferry_protocol::wire::{LaneSecret, PeerIdentity};
 use super::path::Choice;
 use super::stream::Stream;
 
+/// The address that we dialled, and the listener's number.
+pub(crate) type PendingKey = (Option<SocketAddr>, u64);
+
 pub(crate) struct Pending {
     /// The listener's number of the session.
     pub(crate) number: u64,
@@ -25,6 +28,10 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
+    pub(crate) fn key(&self) -> PendingKey {
+        (self.dialled, self.number)
+    }
+
     /// Whether lane `lane` has its place and nobody in it.
     pub(crate) fn awaits(&self, lane: u16) -> bool {
         matches!(self.lanes.get(usize::from(lane)), Some(None))

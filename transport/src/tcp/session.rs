@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::{FrameHeader, Refusal};
 
+use super::calls::Bell;
 use super::rate::TokenBucket;
 use super::stream::Socket;
 use super::ucx::UcxLane;
@@ -44,6 +45,10 @@ pub(crate) struct Session {
     pub(crate) outbox: Outbox,
     pub(crate) bucket: Option<Mutex<TokenBucket>>,
     control: Mutex<ControlQueue>,
+    /// Calls the control thread.
+    control_bell: Bell,
+    /// Call the data threads to its lanes, once those were given to them.
+    lane_bells: OnceLock<Vec<Bell>>,
     sockets: Mutex<Vec<Arc<Socket>>>,
     refused: Mutex<VecDeque<(u128, u32)>>,
     is_over: AtomicBool,
@@ -69,6 +74,7 @@ pub(crate) struct SessionSetup {
     pub(crate) sharing: Option<Sharing>,
     pub(crate) rdma: Option<Arc<Verbs>>,
     pub(crate) sockets: Vec<Arc<Socket>>,
+    pub(crate) control_bell: Bell,
 }
 
 impl Session {
@@ -87,6 +93,8 @@ impl Session {
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
             control: Mutex::default(),
+            control_bell: setup.control_bell,
+            lane_bells: OnceLock::new(),
             sockets: Mutex::new(setup.sockets),
             refused: Mutex::default(),
             is_over: AtomicBool::new(false),
@@ -125,6 +133,18 @@ impl Session {
     /// Leaves a frame to the lanes.
     pub(crate) fn give_to_lanes(&self, cut: FrameCut) {
         lock(&self.for_lanes).push_back(cut);
+        self.ring_lanes();
+    }
+
+    /// Says what calls its lanes; before these are given to their threads, so that none begins without.
+    pub(crate) fn set_lane_bells(&self, bells: Vec<Bell>) {
+        // Once, by the thread that made the session.
+        let _ = self.lane_bells.set(bells);
+    }
+
+    /// Calls its lanes: there is something to send, or the session is over. A lane's first turn needs no call.
+    pub(crate) fn ring_lanes(&self) {
+        self.lane_bells.get().into_iter().flatten().for_each(Bell::ring);
     }
 
     pub(crate) fn waiting_for_lanes(&self) -> usize {
@@ -140,7 +160,7 @@ impl Session {
         self.is_over.load(Ordering::SeqCst)
     }
 
-    /// Queues a frame of `body` for the control lane, if there is room for it.
+    /// Queues a frame of `body` for the control lane, if there is room for it. The control thread sends it when it is woken.
     pub(crate) fn queue_control(
         &self,
         header: FrameHeader,
@@ -160,6 +180,8 @@ impl Session {
         frame.extend_from_slice(body);
         control.frames.push_back(frame);
         control.bytes = found;
+        drop(control);
+        self.control_bell.note();
         Ok(())
     }
 
@@ -168,10 +190,6 @@ impl Session {
         let frame = control.frames.pop_front()?;
         control.bytes -= frame.len();
         Some(frame)
-    }
-
-    pub(crate) fn has_control(&self) -> bool {
-        !lock(&self.control).frames.is_empty()
     }
 
     /// Ends a post at the receiver's word.

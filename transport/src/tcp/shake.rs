@@ -10,6 +10,7 @@ use super::driver::Driver;
 use super::handshaking::{Decided, Handshaking, Outcome, Role};
 use super::pending::Pending;
 use super::socket;
+use super::strangers::Source;
 use super::stream::Stream;
 use crate::api::PathKind;
 use crate::core::{Counters, random};
@@ -17,33 +18,29 @@ use crate::error::TransportError;
 
 impl Driver<'_> {
     /// Lets a handshake go on; takes it out of the list if that was its end.
-    pub(super) fn shake(&mut self, index: usize) {
+    pub(super) fn shake(&mut self, number: u64) {
         // An earlier failure may have taken several out of the list.
-        let Some(handshake) = self.handshaking.get_mut(index) else { return };
-        match handshake.turn() {
-            None => {}
-            Some(Outcome::Said(identity)) => {
-                self.judge(index, identity);
-                self.shake(index); // sends the verdict; it cannot come here again
-            }
-            Some(Outcome::Failed(reason)) => {
-                let handshake = self.handshaking.swap_remove(index);
-                self.failed(&handshake, reason);
-            }
-            Some(Outcome::Needless) => {
-                let handshake = self.handshaking.swap_remove(index);
+        let Some(handshake) = self.handshaking.get_mut(&number) else { return };
+        let outcome = handshake.turn();
+        if !handshake.is_unproved() {
+            self.strangers.forget(number);
+        }
+        let Some(outcome) = outcome else { return self.watch_handshake(number) };
+        if let Outcome::Said(identity) = outcome {
+            self.judge(number, identity);
+            return self.shake(number); // sends the verdict; it cannot come here again
+        }
+        let Some(handshake) = self.take_handshake(number) else { return };
+        match outcome {
+            Outcome::Said(_) => {}
+            Outcome::Failed(reason) => self.failed(&handshake, reason),
+            Outcome::Needless => {
                 if let Some(to) = handshake.role.to() {
-                    self.wait_with(to);
+                    self.retry(to);
                 }
             }
-            Some(Outcome::Judged) => {
-                let handshake = self.handshaking.swap_remove(index);
-                self.judged(handshake);
-            }
-            Some(Outcome::Dialled(established)) => {
-                let handshake = self.handshaking.swap_remove(index);
-                self.dialled(handshake, established);
-            }
+            Outcome::Judged => self.judged(handshake),
+            Outcome::Dialled(established) => self.dialled(handshake, established),
         }
     }
 
@@ -51,29 +48,34 @@ impl Driver<'_> {
         match handshake.role {
             Role::Accepted => {
                 Counters::add(&self.shared.core.counters.refused_peers, 1);
-                tracing::warn!(peer = handshake.name, %reason, "a peer was refused");
+                let from = handshake.name.parse::<SocketAddr>().map_or(Source::Host, |from| Source::of(from.ip()));
+                match self.refusals.note(from, Instant::now()) {
+                    Some(times) => tracing::warn!(peer = handshake.name, %reason, times, "a peer was refused"),
+                    None => tracing::debug!(peer = handshake.name, %reason, "a peer was refused"),
+                }
             }
             Role::Control { to } | Role::Lane { to, .. } => self.missed(to, None, reason),
         }
     }
 
-    fn judge(&mut self, index: usize, identity: Identity) {
+    fn judge(&mut self, number: u64, identity: Identity) {
         let (verdict, decided) = match identity {
-            Identity::Peer(peer) => self.judge_peer(index, peer),
-            Identity::Lane(lane) => self.judge_lane(index, &lane),
+            Identity::Peer(peer) => self.judge_peer(number, peer),
+            Identity::Lane(lane) => self.judge_lane(number, &lane),
         }
         .unwrap_or_else(|why| (Verdict::Declined(why), Decided::Declined));
-        let handshake = &mut self.handshaking[index];
-        handshake.judge(&verdict);
-        handshake.decided = Some(decided);
+        if let Some(handshake) = self.handshaking.get_mut(&number) {
+            handshake.judge(&verdict);
+            handshake.decided = Some(decided);
+        }
     }
 
-    fn judge_peer(&mut self, index: usize, identity: PeerIdentity) -> Result<(Verdict, Decided), Declined> {
+    fn judge_peer(&mut self, handshake: u64, identity: PeerIdentity) -> Result<(Verdict, Decided), Declined> {
         let (us, them) = (&self.shared.peer, &identity.peer);
         if us == them {
             return Err(Declined::Itself);
         }
-        if !self.handshaking[index].stream.names(&them.engine) {
+        if self.handshaking.get(&handshake).is_some_and(|handshake| !handshake.stream.names(&them.engine)) {
             return Err(Declined::Unnamed);
         }
         if self.superseded.contains(them) {
@@ -82,13 +84,11 @@ impl Driver<'_> {
         if self.dialled_session_with(them) && us < them {
             return Err(Declined::Duplicate);
         }
-        let known = self.live.iter().any(|control| control.session.peer == *them);
-        if !known && self.live.len() + self.pending.len() >= self.shared.config.max_peers {
+        if !self.is_known(them) && self.live.len() + self.pending.len() >= self.shared.config.max_peers {
             return Err(Declined::Full);
         }
-        let handshake = &mut self.handshaking[index];
-        let (version, secret) =
-            handshake.listener().and_then(|listener| listener.session()).ok_or(Declined::Stopping)?;
+        let listener = self.handshaking.get_mut(&handshake).and_then(|handshake| handshake.listener());
+        let (version, secret) = listener.and_then(|listener| listener.session()).ok_or(Declined::Stopping)?;
         let number = u64::from_le_bytes(random()).max(1);
         let pending = Pending {
             number,
@@ -105,15 +105,14 @@ impl Driver<'_> {
         Ok((verdict, Decided::Session(Box::new(pending))))
     }
 
-    fn judge_lane(&mut self, index: usize, lane: &LaneIdentity) -> Result<(Verdict, Decided), Declined> {
-        let of_session = |pending: &&mut Pending| pending.number == lane.session && pending.dialled.is_none();
-        let pending = self.pending.iter_mut().find(of_session).ok_or(Declined::UnknownSession)?;
-        let listener = self.handshaking[index].listener();
-        let is_bound = listener.is_some_and(|listener| listener.binds(lane, &pending.secret));
-        if !self.handshaking[index].stream.names(&pending.identity.peer.engine) {
+    fn judge_lane(&mut self, handshake: u64, lane: &LaneIdentity) -> Result<(Verdict, Decided), Declined> {
+        let handshake = self.handshaking.get_mut(&handshake).ok_or(Declined::Stopping)?;
+        let pending = self.pending.get(&(None, lane.session)).ok_or(Declined::UnknownSession)?;
+        let is_bound = handshake.listener().is_some_and(|listener| listener.binds(lane, &pending.secret));
+        if !handshake.stream.names(&pending.identity.peer.engine) {
             return Err(Declined::Unnamed);
         }
-        let is_unfit = !self.handshaking[index].stream.is_unix() && !self.shared.local.allows(PathKind::Tcp);
+        let is_unfit = !handshake.stream.is_unix() && !self.shared.local.allows(PathKind::Tcp);
         if !is_bound || is_unfit || !pending.awaits(lane.lane) {
             return Err(Declined::UnknownSession);
         }
@@ -125,7 +124,7 @@ impl Driver<'_> {
         match handshake.decided {
             Some(Decided::Session(mut pending)) => {
                 pending.control = Some(handshake.stream);
-                self.pending.push(*pending);
+                self.begin_pending(*pending);
             }
             Some(Decided::Lane { session, lane }) => {
                 // Without the right buffers it is slower, no more.
@@ -144,7 +143,7 @@ impl Driver<'_> {
                     return self.missed(address, None, unnamed(address.to_string(), &peer));
                 }
                 if self.is_needless(&peer) {
-                    return self.wait_with(address);
+                    return self.retry(address);
                 }
                 let (number, lanes) = (identity.session, self.lanes_asked(address, &identity));
                 let mut pending = Pending {
@@ -168,7 +167,7 @@ impl Driver<'_> {
                     .and_then(|lanes| {
                         pending.lanes = (0..lanes).map(|_| None).collect();
                         self.dial_lanes(address, &mut pending)?;
-                        self.pending.push(pending);
+                        self.begin_pending(pending);
                         Ok(())
                     });
                 if let Err(reason) = outcome {
@@ -192,9 +191,8 @@ impl Driver<'_> {
 
     /// Whether a lane that we dialled ends at the engine that the session is with, as far as its certificate tells.
     fn is_lane_of(&self, number: u64, to: SocketAddr, stream: &Stream) -> bool {
-        let mut of_session =
-            self.pending.iter().filter(|pending| pending.number == number && pending.dialled == Some(to));
-        of_session.all(|pending| stream.names(&pending.identity.peer.engine))
+        let pending = self.pending.get(&(Some(to), number));
+        pending.is_none_or(|pending| stream.names(&pending.identity.peer.engine))
     }
 
     /// The listener repeats how many lanes we announced.
@@ -204,28 +202,24 @@ impl Driver<'_> {
 
     /// Whether there is a session with the peer that is to be kept instead of a new one that we dialled.
     pub(super) fn is_needless(&self, peer: &PeerId) -> bool {
-        let known = self.live.iter().any(|control| control.session.peer == *peer);
-        // Both dialled at once: the session that the smaller one dialled stays.
-        known && (self.dialled_session_with(peer) || self.shared.peer > *peer)
+        // Both dialled at once: the session that the smaller one dialled stays. Else it is looked at again later whether the session
+        // that the peer dialled is still there.
+        self.is_known(peer) && (self.dialled_session_with(peer) || self.shared.peer > *peer)
+    }
+
+    fn is_known(&self, peer: &PeerId) -> bool {
+        self.session_with(peer).is_some()
     }
 
     pub(super) fn dialled_session_with(&self, peer: &PeerId) -> bool {
-        self.live.iter().any(|control| control.session.peer == *peer && control.session.address.is_some())
-    }
-
-    /// Looks again later whether the session that the peer dialled is still there.
-    pub(super) fn wait_with(&mut self, address: SocketAddr) {
-        let target = self.targets.iter_mut().find(|target| target.address == address);
-        if let Some(target) = target {
-            target.retry(Instant::now(), &mut self.back_off);
-        }
+        self.session_with(peer).is_some_and(|session| session.address.is_some())
     }
 
     fn bind(&mut self, dialled: Option<SocketAddr>, number: u64, lane: u16, stream: Stream) {
-        let of_session = |pending: &Pending| pending.number == number && pending.dialled == dialled;
-        let Some(at) = self.pending.iter().position(of_session) else { return };
-        if self.pending[at].bind(lane, stream) {
-            let pending = self.pending.swap_remove(at);
+        let Some(pending) = self.pending.get_mut(&(dialled, number)) else { return };
+        if pending.bind(lane, stream)
+            && let Some(pending) = self.take_pending((dialled, number))
+        {
             self.establish(pending);
         }
     }

@@ -1,9 +1,8 @@
 //! An address that is to be reached, and kept reached.
 //!
-//! States: `Waiting(until) -> Dialling -> Up(session)`, back to `Waiting` from either. `Waiting` while the peer is up over a
+//! States: `Waiting -> Dialling -> Up(session)`, back to `Waiting` from either. `Waiting` while the peer is up over a
 //! session that it dialled itself changes nothing: the time comes again.
 
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
@@ -11,7 +10,6 @@ use kvferry_protocol::PeerId;
 use crate::core::SessionKey;
 
 pub(crate) struct Target {
-    pub(crate) address: SocketAddr,
     /// Who was there the last time.
     pub(crate) peer: Option<PeerId>,
     pub(crate) state: TargetState,
@@ -20,7 +18,7 @@ pub(crate) struct Target {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TargetState {
-    Waiting(Instant),
+    Waiting,
     Dialling,
     Up(SessionKey),
 }
@@ -33,8 +31,8 @@ pub(crate) struct BackOff {
 }
 
 impl Target {
-    pub(crate) fn new(address: SocketAddr, now: Instant, back_off: &BackOff) -> Self {
-        Self { address, peer: None, state: TargetState::Waiting(now), back_off: back_off.first }
+    pub(crate) fn new(back_off: &BackOff) -> Self {
+        Self { peer: None, state: TargetState::Waiting, back_off: back_off.first }
     }
 
     pub(crate) fn reached(&mut self, peer: &PeerId, session: SessionKey, back_off: &BackOff) {
@@ -43,7 +41,8 @@ impl Target {
         self.back_off = back_off.first;
     }
 
-    pub(crate) fn retry(&mut self, now: Instant, back_off: &mut BackOff) {
+    /// Gives when to dial again.
+    pub(crate) fn retry(&mut self, now: Instant, back_off: &mut BackOff) -> Instant {
         // xorshift64: any seed but 0.
         let mut random = back_off.random | 1;
         random ^= random << 13;
@@ -51,7 +50,9 @@ impl Target {
         random ^= random << 17;
         back_off.random = random;
         let shorter = self.back_off.mul_f64((random % 1000) as f64 / 2000.0);
-        self.state = TargetState::Waiting(now + self.back_off - shorter);
+        self.state = TargetState::Waiting;
+        let at = now + self.back_off - shorter;
         self.back_off = (self.back_off * 2).min(back_off.longest);
+        at
     }
 }

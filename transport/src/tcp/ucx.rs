@@ -347,7 +347,7 @@ impl UcxSink for Sink {
                 } else {
                     tracing::warn!(peer = session.name, %reason, "no UCX: payload goes over TCP lanes");
                     lane.carries.store(false, Ordering::SeqCst);
-                    shared.wake_data();
+                    session.ring_lanes();
                     Ok(())
                 }
             }

@@ -172,8 +172,8 @@ impl Link {
                 }
                 Ok(())
             }
-            VerbsWord::Fence { grant } => self.owe(shared, grant, None),
-            VerbsWord::Seal { grant, extents } => self.owe(shared, grant, Some(extents)),
+            VerbsWord::Fence { grant } => self.owe(grant, None),
+            VerbsWord::Seal { grant, extents } => self.owe(grant, Some(extents)),
             VerbsWord::Fenced { ticket, ended } => {
                 self.asked.answered(ticket, ended);
                 Ok(())
@@ -241,7 +241,7 @@ impl Link {
     }
 
     /// The peer wants nothing more to land in a grant, or in extents of it.
-    fn owe(&mut self, shared: &Shared, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
+    fn owe(&mut self, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
         if self.owed.len() >= MAX_WINDOWS {
             return Err("more fences than grants".to_owned());
         }
@@ -268,7 +268,6 @@ impl Link {
                 self.session.give_to_lanes(cut);
             }
         }
-        shared.wake_data();
         self.owed.push((self.heard_fences, grant, extents));
         self.heard_fences = self.heard_fences.wrapping_add(1);
         Ok(())
@@ -436,10 +435,7 @@ impl Link {
                     self.early_frame = Some(cut);
                     break;
                 }
-                None => {
-                    self.session.give_to_lanes(cut);
-                    shared.wake_data();
-                }
+                None => self.session.give_to_lanes(cut),
             }
         }
         has_posted

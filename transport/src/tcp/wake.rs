@@ -1,7 +1,8 @@
-//! Wakes a thread out of poll(2).
+//! Wakes a thread out of poll(2) or epoll(7).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -28,17 +29,25 @@ impl Waker {
     }
 
     /// Waits until one of `fds` is ready, the thread is woken, or `timeout` is over. `fds[0]` has to be [`Waker::entry`].
-    pub(crate) fn sleep(&self, fds: &mut [PollFd<'_>], timeout: Option<std::time::Duration>) {
-        self.is_sleeping.store(true, Ordering::SeqCst);
-        let timeout = if self.is_woken.load(Ordering::SeqCst) { Some(std::time::Duration::ZERO) } else { timeout };
-        let timeout = timeout.map(|timeout| Timespec {
-            tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: timeout.subsec_nanos().into(),
+    pub(crate) fn sleep(&self, fds: &mut [PollFd<'_>], timeout: Option<Duration>) {
+        self.around(timeout, |timeout| {
+            let timeout = timeout.map(|timeout| Timespec {
+                tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
+                tv_nsec: timeout.subsec_nanos().into(),
+            });
+            // Interrupted is as good as woken: the caller looks at everything again.
+            let _ = poll(fds, timeout.as_ref());
+            !fds[0].revents().is_empty()
         });
-        // Interrupted is as good as woken: the caller looks at everything again.
-        let _ = poll(fds, timeout.as_ref());
+    }
+
+    /// The same with a wait of the caller's: no longer than it is told, and it watches [`Waker::as_fd`] and says whether that was ready.
+    pub(crate) fn around(&self, timeout: Option<Duration>, wait: impl FnOnce(Option<Duration>) -> bool) {
+        self.is_sleeping.store(true, Ordering::SeqCst);
+        let timeout = if self.is_woken.load(Ordering::SeqCst) { Some(Duration::ZERO) } else { timeout };
+        let is_ready = wait(timeout);
         self.is_sleeping.store(false, Ordering::SeqCst);
-        if !fds[0].revents().is_empty() {
+        if is_ready {
             let mut count = [0; 8];
             let _ = rustix::io::read(&self.fd, &mut count);
         }

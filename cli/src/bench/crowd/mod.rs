@@ -1,9 +1,11 @@
 //! Many peers of one node: what each costs while it is idle, and how fairly busy ones share.
 //!
 //! The node is this process; all peers are endpoints of one other process, each with its own threads, as engines of other hosts would
-//! have them. Idle peers come first, so that what they cost is measured alone. Busy ones write into a window each, over and over.
+//! have them. Idle peers come first, so that what they cost is measured alone: memory, descriptors, CPU, and what they add to a small
+//! write to one more peer (`probe`). Busy ones write into a window each, over and over.
 
 mod peers;
+mod probe;
 mod report;
 
 use std::collections::BTreeMap;
@@ -23,6 +25,7 @@ use crate::error::CliError;
 use crate::figures::rounded;
 use peers::Crowd;
 pub(crate) use peers::be;
+use probe::Probe;
 pub(crate) use report::CrowdReport;
 use report::{Busy, Idle};
 
@@ -53,7 +56,7 @@ pub(crate) fn run(options: &BenchArgs) -> Result<CrowdReport, CliError> {
     raise_file_limit();
     let (key, text) = key::drawn()?;
     let setup =
-        Setup { peers: busy + idle + 1, tls: options.tls, ..Setup::new(Some(options.transport), options.lanes, key) };
+        Setup { peers: busy + idle + 2, tls: options.tls, ..Setup::new(Some(options.transport), options.lanes, key) };
     let transport: Arc<dyn Transport> = endpoint::open(&setup, "bench-node")?.into();
     let mut crowd = Crowd::start(options, &address_text(&transport.local_address()), &text)?;
     let shareable = setup.is_shareable();
@@ -88,7 +91,10 @@ struct Writer {
 
 impl Node {
     fn watch_idle(&self, crowd: &mut Crowd, peers: u32) -> Result<Idle, CliError> {
+        let mut probe = Probe::meet(self, crowd)?;
+        let write_alone_us = probe.write_many(self)?;
         let (memory, threads) = (status("VmRSS:") << 10, status("Threads:"));
+        let descriptors = descriptors();
         let start = Instant::now();
         crowd.say("idle")?;
         self.wait_up(peers, |_| Ok(()))?;
@@ -99,12 +105,18 @@ impl Node {
         self.watch(Duration::from_secs(self.seconds), |_| Ok(()))?;
         let (cpu, seconds) = (cpu_seconds() - cpu, start.elapsed().as_secs_f64());
         let grown = (status("VmRSS:") << 10).saturating_sub(memory);
+        let opened = self::descriptors().saturating_sub(descriptors);
+        let write_beside_us = probe.write_many(self)?;
         Ok(Idle {
             peers,
             memory_bytes_per_peer: rounded(grown as f64 / f64::from(peers)),
             cpu_us_per_peer_second: rounded(cpu / seconds / f64::from(peers) * 1e6),
+            descriptors_per_peer: rounded(opened as f64 / f64::from(peers)),
             threads: [threads, status("Threads:")],
             connect_all_ms,
+            write_bytes: probe::WRITE_BYTES,
+            write_alone_us,
+            write_beside_us,
         })
     }
 
@@ -212,6 +224,11 @@ fn status(key: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(key));
     line.and_then(|line| line.split_ascii_whitespace().next()?.parse().ok()).unwrap_or(0)
+}
+
+/// Open files of this process; 0 where that cannot be seen.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
 }
 
 /// What this process used so far, in user and kernel.

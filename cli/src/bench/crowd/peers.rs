@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvferry_transport::{Event, Source, Transport, Write};
 
-use super::{case, raise_file_limit};
+use super::{case, probe, raise_file_limit};
 use crate::args::BenchArgs;
 use crate::bench::arena::Arena;
 use crate::bench::case::{Case, Span};
@@ -61,6 +61,18 @@ pub(crate) fn be(options: &BenchArgs, counts: &[u32]) -> Result<(), CliError> {
     let (case, mut idle) = (case(options)?, Vec::new());
     for line in std::io::stdin().lock().lines() {
         match line.map_err(CliError::io("standard input"))?.as_str() {
+            "probe" => {
+                let transport = endpoint::open(&setup, "probe")?;
+                transport.connect(&address).map_err(CliError::transport("cannot dial the node"))?;
+                let shareable = setup.is_shareable();
+                let receive = move || {
+                    if let Err(error) = probe::receive(&*transport, shareable) {
+                        eprintln!("kvferry: the probe: {}", with_causes(&error));
+                    }
+                };
+                let thread = std::thread::Builder::new().name("probe".to_owned());
+                thread.spawn(receive).map_err(CliError::io("a thread"))?;
+            }
             "idle" => {
                 for place in 0..counts[1] {
                     let transport = endpoint::open(&setup, &format!("idle-{place}"))?;

@@ -24,7 +24,8 @@ impl Lane {
             Err(refusal) => self.refuse(core, &header, refusal, 0),
             // What a process shares may go away while it lives: it says so, and what was there does not count.
             Ok(Err(error)) => return Err(self.broken("copy out of the peer's memory", error)),
-            Ok(Ok(_)) => {
+            Ok(Ok(copied)) => {
+                self.moved_bytes += copied as u64;
                 self.session.note_moved(Instant::now());
                 let is_over = inbound.left() == 0;
                 if is_over && !borrowed.is_live() {
