@@ -237,7 +237,8 @@ impl Group {
             other => panic!("{other:?}"),
         };
         self.scheduler.allocated(request, blocks, local, n).unwrap();
-        self.idle_step();
+        // What comes of it is for a later poll: it may come at once.
+        self.step(None);
     }
 
     /// The question that its rank 0 was asked; asserts that no other rank was.
