@@ -190,6 +190,12 @@ fn preempting_a_send_does_not_wait_for_a_receiver_that_takes_bytes_and_answers_n
     let target = decode.blocks(0, 16);
     start_load(&mut decode, &wanted, &target, 0);
     let (peer, _) = prefill.worker.messages().recv_timeout(PATIENCE).unwrap();
+    // The grant follows the question; it must be here before nothing comes through any more.
+    let began = Instant::now();
+    while prefill.metrics.snapshot().early_grants_live == 0 {
+        assert!(began.elapsed() < PATIENCE, "no grant came");
+        std::thread::yield_now();
+    }
     let source = keep("p", 1, 16, Some(peer));
     let blocks = prefill.blocks(0, 16);
     prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
