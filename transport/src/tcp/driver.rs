@@ -3,7 +3,7 @@
 //! A session's life: `Handshaking` (control lane) -> `Pending` (data lanes are coming) -> `Control` (up) -> over.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use super::endpoint::{Command, Shared};
 use super::handshaking::{Handshaking, Machine, Role};
 use super::path::{Choice, Route};
 use super::pending::Pending;
+use super::rails::{self, Way};
 use super::session::{Session, SessionSetup};
 use super::socket;
 use super::stream::Stream;
@@ -50,6 +51,8 @@ pub(crate) struct Driver<'a> {
 /// Where peers dial.
 pub(crate) struct Listeners {
     pub(crate) tcp: TcpListener,
+    /// For data lanes over other network cards.
+    pub(crate) rails: Vec<(SocketAddr, TcpListener)>,
     /// For data lanes of peers on this host.
     pub(crate) unix: Option<UnixListener>,
 }
@@ -269,7 +272,7 @@ impl Driver<'_> {
     }
 
     fn dial(&mut self, address: SocketAddr, introduction: Introduction) -> Result<(), TransportError> {
-        let stream = socket::dial(address, false, None).map_err(unreached(address.to_string()))?;
+        let stream = socket::dial(address, None, false, None).map_err(unreached(address.to_string()))?;
         self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction);
         Ok(())
     }
@@ -289,14 +292,52 @@ impl Driver<'_> {
                 }
             }
         }
-        if pending.choice.route != Route::Tcp {
+        let Route::Tcp(rails) = &pending.choice.route else {
             let (peer, reasons) = (pending.identity.peer.to_string(), pending.choice.reasons());
             let problem = format!("there is no common way for payload: {reasons}; allow one more in `paths`");
             return Err(TransportError::Protocol { peer, problem });
+        };
+        let ours: Vec<IpAddr> = self.listeners.rails.iter().map(|(address, _)| address.ip()).collect();
+        let ways = rails::spread(pending.lanes.len(), address, &ours, rails);
+        for (lane, way) in (0..).zip(ways) {
+            self.dial_lane(address, pending, lane, way)?;
         }
-        let lanes = pending.lanes.iter().map(|_| socket::dial(address, true, buffer_bytes));
-        let streams = lanes.collect::<io::Result<Vec<_>>>().map_err(unreached(address.to_string()))?;
-        self.shake_lanes(address, pending, streams, &address.to_string())
+        Ok(())
+    }
+
+    /// Dials one data lane over TCP; one whose rail is closed goes over the main address.
+    fn dial_lane(
+        &mut self,
+        address: SocketAddr,
+        pending: &Pending,
+        lane: u16,
+        way: Way,
+    ) -> Result<(), TransportError> {
+        let dial = |way: Way| socket::dial(way.to, way.from, true, self.shared.config.socket_buffer_bytes);
+        let (way, stream) = match dial(way) {
+            Ok(stream) => (way, stream),
+            Err(error) if way.is_rail => {
+                rails::warn_closed(&pending.identity.peer, way, &error);
+                (Way::main(address), dial(Way::main(address)).map_err(unreached(address.to_string()))?)
+            }
+            Err(error) => return Err(unreached(way.to.to_string())(error)),
+        };
+        let (session, secret) = (pending.number, pending.secret.clone());
+        let role = Role::Lane { to: address, session, lane, rail: way.is_rail.then_some(way) };
+        self.shake_over(stream, role, way.to.to_string(), Introduction::Lane { session, lane, secret });
+        Ok(())
+    }
+
+    /// A lane's rail led nowhere: it is dialled again, over the peer's main address. `false` if nobody waits for it.
+    pub(super) fn leave_rail(&mut self, role: Role, reason: &TransportError) -> bool {
+        let Role::Lane { to, session, lane, rail: Some(way) } = role else { return false };
+        let of_lane = |pending: &Pending| pending.dialled == Some(to) && pending.number == session;
+        let Some(at) = self.pending.iter().position(of_lane) else { return false };
+        let pending = self.pending.swap_remove(at);
+        rails::warn_closed(&pending.identity.peer, way, reason);
+        let outcome = self.dial_lane(to, &pending, lane, Way::main(to));
+        self.pending.push(pending);
+        outcome.is_ok()
     }
 
     fn shake_lanes(
@@ -308,7 +349,7 @@ impl Driver<'_> {
     ) -> Result<(), TransportError> {
         for (lane, stream) in (0..).zip(streams) {
             let (session, secret) = (pending.number, pending.secret.clone());
-            let role = Role::Lane { to: address, session, lane };
+            let role = Role::Lane { to: address, session, lane, rail: None };
             self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret });
         }
         Ok(())
@@ -316,7 +357,9 @@ impl Driver<'_> {
 
     fn shake_over(&mut self, stream: Stream, role: Role, name: String, introduction: Introduction) {
         let config = &self.shared.config;
-        let deadline = Instant::now() + config.handshake;
+        // A rail that swallows everything leaves time for another way.
+        let patience = if role.is_rail() { config.handshake / 2 } else { config.handshake };
+        let deadline = Instant::now() + patience;
         let dialler = Dialler::new(self.shared.keys().own().clone(), config.versions, introduction, random(), deadline);
         self.handshaking.push(Handshaking::new(stream, role, name, Machine::Dialler(dialler)));
     }

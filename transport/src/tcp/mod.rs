@@ -16,6 +16,7 @@ mod handshaking;
 mod lane;
 mod path;
 mod pending;
+mod rails;
 mod rate;
 mod session;
 mod shake;

@@ -53,6 +53,7 @@ impl Driver<'_> {
                 Counters::add(&self.shared.core.counters.refused_peers, 1);
                 tracing::warn!(peer = handshake.name, %reason, "a peer was refused");
             }
+            role @ Role::Lane { rail: Some(_), .. } if self.leave_rail(role, &reason) => {}
             Role::Control { to } | Role::Lane { to, .. } => self.missed(to, None, reason),
         }
     }
@@ -166,7 +167,7 @@ impl Driver<'_> {
                     self.missed(address, Some(peer), reason);
                 }
             }
-            (Role::Lane { to, session, lane }, Verdict::Lane) => self.bind(Some(to), session, lane, handshake.stream),
+            (Role::Lane { to, session, lane, .. }, Verdict::Lane) => self.bind(Some(to), session, lane, handshake.stream),
             (role, _) => {
                 let problem = format!("its verdict does not fit {role:?}");
                 let reason = TransportError::Protocol { peer: handshake.name, problem };
