@@ -1,6 +1,7 @@
 //! Opens the transport that a configuration asks for.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -32,6 +33,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
     let file = TcpConfigFile {
         listen: network.listen,
         advertise: network.advertise,
+        rails: network.rails.iter().map(|&card| SocketAddr::new(card, 0)).collect(),
         lanes_same_host: network.lanes.map_or(defaults.lanes_same_host, Into::into),
         lanes_remote: network.lanes.map_or(defaults.lanes_remote, Into::into),
         // Restarts, replicas and ranks must not dial in step: the incarnation is drawn anew by each engine.

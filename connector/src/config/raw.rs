@@ -96,6 +96,7 @@ keys! {
     transport: String, "`tcp`", "`tcp`, or `loopback` (both engines in one process).";
     listen: String, "`127.0.0.1:0`", "IP and port on which peers are accepted; port 0 takes a free one.";
     advertise: String, "what is bound", "IP and port that peers are told; needed if `listen` is 0.0.0.0 or `[::]`.";
+    rails: Vec<String>, "none", "IPs of more network cards of this node that carry K/V beside the one of `listen`, at ports that the system chooses; lanes are spread over all of them, each to the nearest of a peer's.";
     peers: Vec<String>, "none", "IP and port of each engine to reach at the start.";
     psk_file: String, "none", "File with the pre-shared key (or set `KVFERRY_PSK` to the key itself); `tcp` needs it, or certificates, or both. A file that changes is read again, so the key can be changed without a restart.";
     psk_also_file: String, "none", "File with another key that peers may prove themselves with, while keys are changed; an empty file holds none.";

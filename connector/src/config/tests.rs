@@ -67,6 +67,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("transport", "'loopback'"),
         ("listen", "'[::]:7400'"),
         ("advertise", "'[fd00::1]:7400'"),
+        ("rails", "['10.0.0.8']"),
         ("peers", "['10.0.0.1:1', '10.0.0.2:2']"),
         ("psk_file", "'Cargo.toml'"),
         ("psk_also_file", "'Cargo.toml'"),

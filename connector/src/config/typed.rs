@@ -1,7 +1,7 @@
 //! The configuration that cannot be invalid.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::num::{NonZeroU16, NonZeroU32};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -177,6 +177,8 @@ pub struct Network {
     pub listen: SocketAddr,
     /// What peers are told; `None`: what was bound.
     pub advertise: Option<SocketAddr>,
+    /// More network cards that carry payload.
+    pub rails: Vec<IpAddr>,
     /// Engines to reach at the start.
     pub peers: Vec<SocketAddr>,
     /// The cluster's secret; always there for TCP without certificates.
@@ -413,6 +415,7 @@ impl TryFrom<RawConfig> for Network {
             transport,
             listen,
             advertise,
+            rails: raw.rails.unwrap_or_default().iter().map(|text| rail(text)).collect::<Result<_, _>>()?,
             peers: peers.iter().map(|text| reachable("peers", text)).collect::<Result<_, _>>()?,
             psk,
             psk_also: psk_also.as_deref().map(KeyFiles::read_other).transpose()?.flatten(),
@@ -430,6 +433,11 @@ impl TryFrom<RawConfig> for Network {
             link_gbps: raw.link_gbps,
         })
     }
+}
+
+/// The IP of a network card.
+fn rail(text: &str) -> Result<IpAddr, ConfigError> {
+    text.parse().map_err(|_| value("rails", text, "write the IP of each card, without a port".into()))
 }
 
 fn ways(names: &[String]) -> Result<Vec<PathKind>, ConfigError> {

@@ -1,7 +1,7 @@
 //! Who dials us: how many connections are taken, and which of those that have not proved themselves are let go for them.
 
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
@@ -22,6 +22,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Where peers dial.
 pub(crate) struct Listeners {
     pub(crate) tcp: TcpListener,
+    /// For data lanes over other network cards, with their addresses.
+    pub(crate) rails: Vec<(SocketAddr, TcpListener)>,
     /// For data lanes of peers on this host.
     pub(crate) unix: Option<UnixListener>,
 }
@@ -41,6 +43,9 @@ impl Driver<'_> {
     /// Waits for who dials, or not until the system may have descriptors again.
     pub(super) fn watch_listeners(&mut self, interest: Interest) -> io::Result<()> {
         self.poller.watch(Key::Tcp.get(), self.listeners.tcp.as_fd(), interest)?;
+        for (at, (_, rail)) in (0..).zip(&self.listeners.rails) {
+            self.poller.watch(Key::Rail(at).get(), rail.as_fd(), interest)?;
+        }
         match &self.listeners.unix {
             Some(unix) => self.poller.watch(Key::Unix.get(), unix.as_fd(), interest),
             None => Ok(()),
@@ -50,6 +55,14 @@ impl Driver<'_> {
     pub(super) fn accept_tcp(&mut self) {
         self.accept(|listeners| {
             let (stream, from) = listeners.tcp.accept()?;
+            Ok((socket::accepted(stream)?, Source::of(from.ip()), from.to_string()))
+        });
+    }
+
+    pub(super) fn accept_rail(&mut self, at: u64) {
+        self.accept(|listeners| {
+            let (_, rail) = listeners.rails.get(at as usize).ok_or(io::ErrorKind::WouldBlock)?;
+            let (stream, from) = rail.accept()?;
             Ok((socket::accepted(stream)?, Source::of(from.ip()), from.to_string()))
         });
     }

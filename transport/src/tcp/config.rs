@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES, VERSIONS, VersionRange};
+use kvferry_protocol::wire::{MAX_LANES, MAX_PAYLOAD_BYTES, MAX_RAILS, VERSIONS, VersionRange};
 use serde::Deserialize;
 
 use crate::api::PathKind;
@@ -18,6 +18,9 @@ pub struct TcpConfigFile {
     pub listen: SocketAddr,
     /// What peers are told, if it is not where we listen (NAT, a wildcard address); port 0 stands for the port that we listen on.
     pub advertise: Option<SocketAddr>,
+    /// More local addresses that carry payload, one for each network card; port 0 lets the system choose. Lanes are spread over
+    /// them and the main address, each to the nearest rail of a peer that has some.
+    pub rails: Vec<SocketAddr>,
     /// The ways that payload may go; the best that both sides have is taken.
     pub paths: Vec<PathKind>,
     /// Whether paths whose payload is not encrypted (`rdma`, `ucx`) may be named beside lanes that are.
@@ -74,6 +77,7 @@ impl Default for TcpConfigFile {
         Self {
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
             advertise: None,
+            rails: Vec::new(),
             paths: PathKind::ALL.to_vec(),
             plain_payload: false,
             rdma: RdmaConfigFile::default(),
@@ -108,6 +112,7 @@ impl Default for TcpConfigFile {
 pub struct TcpConfig {
     pub(crate) listen: SocketAddr,
     pub(crate) advertise: Option<SocketAddr>,
+    pub(crate) rails: Vec<SocketAddr>,
     pub(crate) paths: Vec<PathKind>,
     pub(crate) plain_payload: bool,
     pub(crate) rdma: RdmaConfig,
@@ -185,6 +190,7 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
             let fix = "name one or more of shm, cma, uds, rdma and tcp, or leave it out".to_owned();
             return Err(ConfigError { key: "paths", found: format!("{:?}", file.paths), fix });
         }
+        check_rails(&file)?;
         if let Some(bytes) = file.socket_buffer_bytes {
             within("socket_buffer_bytes", bytes.into(), 4 << 10, 1 << 30)?;
         }
@@ -206,11 +212,32 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
     }
 }
 
+fn check_rails(file: &TcpConfigFile) -> Result<(), ConfigError> {
+    let refuse = |found: String, fix: &str| Err(ConfigError { key: "rails", found, fix: fix.to_owned() });
+    if file.rails.len() > MAX_RAILS {
+        return refuse(file.rails.len().to_string(), &format!("give at most {MAX_RAILS}"));
+    }
+    let told = file.advertise.unwrap_or(file.listen).ip();
+    for (at, rail) in file.rails.iter().enumerate() {
+        if rail.ip().is_unspecified() {
+            return refuse(rail.to_string(), "give the address of one network card");
+        }
+        if rail.ip().is_loopback() != told.is_loopback() {
+            return refuse(rail.to_string(), &format!("give one that who reaches {told} can reach, too"));
+        }
+        if file.rails[..at].iter().any(|other| other.ip() == rail.ip()) {
+            return refuse(rail.to_string(), "give each network card once");
+        }
+    }
+    Ok(())
+}
+
 impl TcpConfig {
     fn unchecked(file: &TcpConfigFile) -> Self {
         Self {
             listen: file.listen,
             advertise: file.advertise,
+            rails: file.rails.clone(),
             paths: file.paths.clone(),
             plain_payload: file.plain_payload,
             rdma: RdmaConfig::default(),
@@ -259,6 +286,13 @@ mod tests {
             ("redial_longest_ms", TcpConfigFile { redial_longest_ms: 1, ..base() }),
             ("socket_buffer_bytes", TcpConfigFile { socket_buffer_bytes: Some(1), ..base() }),
             ("paths", TcpConfigFile { paths: Vec::new(), ..base() }),
+            ("rails", TcpConfigFile { rails: vec!["0.0.0.0:0".parse().unwrap()], ..base() }),
+            ("rails", TcpConfigFile { rails: vec!["10.0.0.7:0".parse().unwrap()], ..base() }),
+            ("rails", TcpConfigFile { rails: vec!["127.0.0.2:0".parse().unwrap(); 2], ..base() }),
+            (
+                "rails",
+                TcpConfigFile { rails: (1..=9).map(|at| SocketAddr::from(([127, 0, 0, at], 0))).collect(), ..base() },
+            ),
             ("link_gbps", TcpConfigFile { link_gbps: Some(f64::NAN), ..base() }),
             ("link_gbps", TcpConfigFile { link_gbps: Some(0.0), ..base() }),
             ("newest_version", TcpConfigFile { newest_version: VERSIONS.max + 1, ..base() }),

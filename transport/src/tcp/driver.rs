@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,6 +21,7 @@ use super::handshaking::{Handshaking, Opening, Role};
 use super::path::{Choice, Route};
 use super::pending::{Pending, PendingKey};
 use super::poller::Poller;
+use super::rails::{self, Way};
 use super::session::{Session, SessionSetup};
 use super::socket;
 use super::strangers::{Refusals, Strangers};
@@ -65,6 +66,8 @@ pub(crate) struct Driver<'a> {
 pub(super) enum Key {
     Tcp,
     Unix,
+    /// By its place in the list.
+    Rail(u64),
     /// By its number.
     Handshake(u64),
     Session(SessionKey),
@@ -90,6 +93,7 @@ impl Key {
         match self {
             Self::Tcp => 0,
             Self::Unix => 2,
+            Self::Rail(at) => (at + 1) << 2,
             Self::Handshake(number) => number << 2 | 1,
             Self::Session(key) => key.0 << 2 | 3,
         }
@@ -100,7 +104,8 @@ impl Key {
             (1, number) => Self::Handshake(number),
             (3, key) => Self::Session(SessionKey(key)),
             (2, _) => Self::Unix,
-            _ => Self::Tcp,
+            (_, 0) => Self::Tcp,
+            (_, at) => Self::Rail(at - 1),
         }
     }
 }
@@ -158,6 +163,7 @@ impl Driver<'_> {
             match Key::of(key) {
                 Key::Tcp => self.accept_tcp(),
                 Key::Unix => self.accept_unix(),
+                Key::Rail(at) => self.accept_rail(at),
                 Key::Handshake(number) => self.shake(number),
                 Key::Session(key) => self.serve(key),
             }
@@ -233,7 +239,7 @@ impl Driver<'_> {
     }
 
     fn dial(&mut self, address: SocketAddr, introduction: Introduction) -> Result<(), TransportError> {
-        let stream = socket::dial(address, false, None).map_err(unreached(address.to_string()))?;
+        let stream = socket::dial(address, None, false, None).map_err(unreached(address.to_string()))?;
         self.shake_over(stream, Role::Control { to: address }, address.to_string(), introduction)
     }
 
@@ -252,14 +258,44 @@ impl Driver<'_> {
                 }
             }
         }
-        if pending.choice.route != Route::Tcp {
+        let Route::Tcp(rails) = &pending.choice.route else {
             let (peer, reasons) = (pending.identity.peer.to_string(), pending.choice.reasons());
             let problem = format!("there is no common way for payload: {reasons}; allow one more in `paths`");
             return Err(TransportError::Protocol { peer, problem });
+        };
+        let ours: Vec<IpAddr> = self.listeners.rails.iter().map(|(address, _)| address.ip()).collect();
+        let ways = rails::spread(pending.lanes.len(), address, &ours, rails);
+        for (lane, way) in (0..).zip(ways) {
+            self.dial_lane(address, pending, lane, way)?;
         }
-        let lanes = pending.lanes.iter().map(|_| socket::dial(address, true, buffer_bytes));
-        let streams = lanes.collect::<io::Result<Vec<_>>>().map_err(unreached(address.to_string()))?;
-        self.shake_lanes(address, pending, streams, &address.to_string())
+        Ok(())
+    }
+
+    /// Dials one data lane over TCP; one whose rail is closed goes over the main address.
+    fn dial_lane(&mut self, address: SocketAddr, pending: &Pending, lane: u16, way: Way) -> Result<(), TransportError> {
+        let dial = |way: Way| socket::dial(way.to, way.from, true, self.shared.config.socket_buffer_bytes);
+        let (way, stream) = match dial(way) {
+            Ok(stream) => (way, stream),
+            Err(error) if way.is_rail => {
+                rails::warn_closed(&pending.identity.peer, way, &error);
+                (Way::main(address), dial(Way::main(address)).map_err(unreached(address.to_string()))?)
+            }
+            Err(error) => return Err(unreached(way.to.to_string())(error)),
+        };
+        let (session, secret) = (pending.number, pending.secret.clone());
+        let role = Role::Lane { to: address, session, lane, rail: way.is_rail.then_some(way) };
+        self.shake_over(stream, role, way.to.to_string(), Introduction::Lane { session, lane, secret })
+    }
+
+    /// A lane's rail led nowhere: it is dialled again, over the peer's main address. `false` if nobody waits for it.
+    pub(super) fn leave_rail(&mut self, role: Role, reason: &TransportError) -> bool {
+        let Role::Lane { to, session, lane, rail: Some(way) } = role else { return false };
+        let key = (Some(to), session);
+        let Some(pending) = self.pending.remove(&key) else { return false };
+        rails::warn_closed(&pending.identity.peer, way, reason);
+        let outcome = self.dial_lane(to, &pending, lane, Way::main(to));
+        self.pending.insert(key, pending);
+        outcome.is_ok()
     }
 
     fn shake_lanes(
@@ -271,7 +307,7 @@ impl Driver<'_> {
     ) -> Result<(), TransportError> {
         for (lane, stream) in (0..).zip(streams) {
             let (session, secret) = (pending.number, pending.secret.clone());
-            let role = Role::Lane { to: address, session, lane };
+            let role = Role::Lane { to: address, session, lane, rail: None };
             self.shake_over(stream, role, name.to_owned(), Introduction::Lane { session, lane, secret })?;
         }
         Ok(())
@@ -285,7 +321,9 @@ impl Driver<'_> {
         introduction: Introduction,
     ) -> Result<(), TransportError> {
         let config = &self.shared.config;
-        let deadline = Instant::now() + config.handshake;
+        // A rail that swallows everything leaves time for another way.
+        let patience = if role.is_rail() { config.handshake / 2 } else { config.handshake };
+        let deadline = Instant::now() + patience;
         let opening = Opening::Dialler { versions: config.versions, introduction };
         self.begin_handshake(Handshaking::new(stream, role, name, opening, self.shared.credentials(), deadline)?);
         Ok(())

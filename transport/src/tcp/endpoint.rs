@@ -140,13 +140,23 @@ impl Tcp {
             Some(advertised) => advertised,
             None => bound,
         };
+        let mut rails = Vec::new();
+        for &rail in &config.rails {
+            let refused = |source| {
+                let (peer, operation) = (rail.to_string(), "listen on a rail");
+                TransportError::Io { peer, operation, source: Arc::new(source) }
+            };
+            let listener = socket::listen(rail).map_err(refused)?;
+            rails.push((listener.local_addr().map_err(refused)?, listener));
+        }
         let verbs = start_verbs(&config);
         let ucx = start_ucx(&config);
         let local = Local::new(
             &config.paths,
             verbs.as_ref().map(|_| ()).map_err(Clone::clone),
             ucx.as_ref().map(|_| ()).map_err(Clone::clone),
-        );
+        )
+        .with_rails(rails.iter().map(|(address, _)| *address).collect());
         let unix = local
             .rendezvous
             .as_deref()
@@ -174,7 +184,7 @@ impl Tcp {
             ucx.belongs_to(&shared);
         }
         let tcp = Self { shared, threads: Mutex::default() };
-        tcp.start(Listeners { tcp: listener, unix }, poller).map_err(broken("start a thread"))?;
+        tcp.start(Listeners { tcp: listener, rails, unix }, poller).map_err(broken("start a thread"))?;
         Ok(tcp)
     }
 

@@ -13,6 +13,7 @@ use kvferry_protocol::wire::{
 
 use super::pending::Pending;
 use super::poller::Interest;
+use super::rails::Way;
 use super::stream::Stream;
 use crate::core::random;
 use crate::credentials::Credentials;
@@ -25,11 +26,16 @@ pub(crate) enum Role {
     Accepted,
     /// We dial a new session at this address.
     Control { to: SocketAddr },
-    /// We dial data lane `lane` of the session with this address that is being made under this number.
-    Lane { to: SocketAddr, session: u64, lane: u16 },
+    /// We dial data lane `lane` of the session with this address that is being made under this number; perhaps over a rail.
+    Lane { to: SocketAddr, session: u64, lane: u16, rail: Option<Way> },
 }
 
 impl Role {
+    /// Whether it is a lane over a rail.
+    pub(crate) fn is_rail(self) -> bool {
+        matches!(self, Self::Lane { rail: Some(_), .. })
+    }
+
     /// The address whose session this is for, if we dial.
     pub(crate) fn to(self) -> Option<SocketAddr> {
         match self {

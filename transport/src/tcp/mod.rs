@@ -21,6 +21,7 @@ mod lane;
 mod path;
 mod pending;
 mod poller;
+mod rails;
 mod rate;
 mod session;
 mod shake;

@@ -1,8 +1,9 @@
 //! Which way payload goes: what both ends offer, the best of it, and why not the others.
 
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 
-use kvferry_protocol::wire::{Offer, OfferKind};
+use kvferry_protocol::wire::{Offer, OfferKind, put_rails, take_rails};
 
 use crate::api::{PathKind, PathReport};
 use crate::core::random;
@@ -21,6 +22,8 @@ pub(crate) struct Local {
     ucx: Result<(), String>,
     /// The abstract name of the listener for Unix lanes.
     pub(crate) rendezvous: Option<String>,
+    /// More addresses that we listen on for data lanes.
+    rails: Vec<SocketAddr>,
 }
 
 /// What two endpoints agree on.
@@ -42,7 +45,8 @@ pub(crate) struct Choice {
 /// Where the data lanes are dialled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
-    Tcp,
+    /// The address that was dialled, and the peer's rails.
+    Tcp(Vec<SocketAddr>),
     Unix(String),
     /// Nowhere: the two have no way in common.
     None,
@@ -64,7 +68,12 @@ impl Local {
                 name
             })
         });
-        Self { allowed, boot, rdma, ucx, rendezvous }
+        Self { allowed, boot, rdma, ucx, rendezvous, rails: Vec::new() }
+    }
+
+    /// The same with rails.
+    pub(crate) fn with_rails(self, rails: Vec<SocketAddr>) -> Self {
+        Self { rails, ..self }
     }
 
     pub(crate) fn allows(&self, kind: PathKind) -> bool {
@@ -93,7 +102,7 @@ impl Local {
             offer(OfferKind::UCX, Vec::new());
         }
         if self.allows(PathKind::Tcp) {
-            offer(OfferKind::TCP, Vec::new());
+            offer(OfferKind::TCP, put_rails(&self.rails));
         }
         offers
     }
@@ -190,7 +199,8 @@ impl Local {
 
     fn tcp_route(&self, version: u16, theirs: Option<&Offer>, not: &mut Vec<(PathKind, String)>) -> Route {
         if self.allows(PathKind::Tcp) && (theirs.is_some() || version < 3) {
-            return Route::Tcp;
+            let rails = theirs.map(|offer| take_rails(&offer.parameters)).transpose();
+            return Route::Tcp(rails.ok().flatten().unwrap_or_default());
         }
         let why = if self.allows(PathKind::Tcp) { "the peer does not offer it" } else { NOT_ALLOWED };
         not.push((PathKind::Tcp, why.to_owned()));
@@ -213,7 +223,7 @@ impl Choice {
             (true, false, true) => PathKind::ProcessMemory,
             (true, false, false) => PathKind::UnixSocket,
             (false, ..) => {
-                if self.route != Route::Tcp {
+                if !matches!(self.route, Route::Tcp(_)) {
                     not.push((PathKind::UnixSocket, "the peer dialled TCP lanes: it could not reach ours".to_owned()));
                 }
                 match (self.by_device, self.by_ucx) {
@@ -354,15 +364,24 @@ mod tests {
     #[test]
     fn an_older_peer_gets_tcp() {
         let choice = local(&[Tcp, UnixSocket], 1).choose(2, &[]);
-        assert_eq!(choice.route, Route::Tcp);
+        assert_eq!(choice.route, Route::Tcp(Vec::new()));
         assert!(choice.reasons().contains("version 2"), "{}", choice.reasons());
+    }
+
+    #[test]
+    fn a_peers_rails_are_found_and_what_makes_no_sense_is_none() {
+        let rails = vec!["10.1.0.5:7401".parse().unwrap()];
+        let choice = local(&[Tcp], 1).choose(3, &local(&[Tcp], 1).with_rails(rails.clone()).offers());
+        assert_eq!(choice.route, Route::Tcp(rails));
+        let torn = [Offer { kind: OfferKind::TCP, parameters: vec![4, 1] }];
+        assert_eq!(local(&[Tcp], 1).choose(3, &torn).route, Route::Tcp(Vec::new()));
     }
 
     #[test]
     fn when_the_rendezvous_is_out_of_reach_tcp_is_next_with_that_reason() {
         let (ours, theirs) = (local(&[Tcp, UnixSocket], 1), local(&[Tcp, UnixSocket], 1).offers());
         let choice = ours.without_unix(3, &theirs, "refused");
-        assert_eq!(choice.route, Route::Tcp);
+        assert_eq!(choice.route, Route::Tcp(Vec::new()));
         assert_eq!(choice.not.last(), Some(&(UnixSocket, "refused".to_owned())));
     }
 
@@ -373,7 +392,7 @@ mod tests {
             let parameters = [&[1; BOOT_ID_BYTES][..], name.as_bytes()].concat();
             let offers =
                 [Offer { kind: OfferKind::UNIX, parameters }, Offer { kind: OfferKind::TCP, parameters: vec![] }];
-            assert_eq!(ours.choose(3, &offers).route, Route::Tcp, "{name:?}");
+            assert_eq!(ours.choose(3, &offers).route, Route::Tcp(Vec::new()), "{name:?}");
         }
     }
 

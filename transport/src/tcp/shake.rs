@@ -54,6 +54,7 @@ impl Driver<'_> {
                     None => tracing::debug!(peer = handshake.name, %reason, "a peer was refused"),
                 }
             }
+            role @ Role::Lane { rail: Some(_), .. } if self.leave_rail(role, &reason) => {}
             Role::Control { to } | Role::Lane { to, .. } => self.missed(to, None, reason),
         }
     }
@@ -178,7 +179,9 @@ impl Driver<'_> {
                 let problem = "the certificate of a data lane does not name the session's engine".to_owned();
                 self.missed(to, None, TransportError::Authentication { peer: handshake.name, problem });
             }
-            (Role::Lane { to, session, lane }, Verdict::Lane) => self.bind(Some(to), session, lane, handshake.stream),
+            (Role::Lane { to, session, lane, .. }, Verdict::Lane) => {
+                self.bind(Some(to), session, lane, handshake.stream)
+            }
             (role, _) => {
                 let problem = format!("its verdict does not fit {role:?}");
                 let reason = TransportError::Protocol { peer: handshake.name, problem };

@@ -44,12 +44,20 @@ fn abstract_name(name: &str) -> io::Result<SockAddr> {
     SockAddr::unix(format!("\0{name}"))
 }
 
-/// Begins to connect; the socket is writable when it is done.
-pub(crate) fn dial(address: SocketAddr, is_data: bool, buffer_bytes: Option<usize>) -> io::Result<Stream> {
+/// Begins to connect, from one of our addresses if that matters; the socket is writable when it is done.
+pub(crate) fn dial(
+    address: SocketAddr,
+    from: Option<IpAddr>,
+    is_data: bool,
+    buffer_bytes: Option<usize>,
+) -> io::Result<Stream> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
     socket.set_tcp_nodelay(true)?;
     if is_data {
         size_buffers(&socket, address.ip().is_loopback(), buffer_bytes)?;
+    }
+    if let Some(from) = from {
+        socket.bind(&SocketAddr::new(from, 0).into())?;
     }
     match socket.connect(&address.into()) {
         Ok(()) => {}

@@ -1,5 +1,7 @@
 //! What an endpoint offers for payload beside TCP lanes. Said in identities since version 3.
 
+use std::net::{IpAddr, SocketAddr};
+
 use crate::wire::error::WireError;
 use crate::wire::identity::Reader;
 
@@ -14,7 +16,7 @@ pub const MAX_OFFER_BYTES: usize = 2 << 10;
 pub struct OfferKind(pub u8);
 
 impl OfferKind {
-    /// Data lanes over TCP, to the address of the control lane.
+    /// Data lanes over TCP, to the address of the control lane and to those that the parameters list, by [`put_rails`].
     pub const TCP: Self = Self(0);
     /// Data lanes over Unix sockets: 16 bytes that name the running kernel, then the listener's abstract name.
     pub const UNIX: Self = Self(1);
@@ -35,6 +37,51 @@ pub struct Offer {
     pub kind: OfferKind,
     /// At most [`MAX_OFFER_BYTES`]; the kind says what they mean.
     pub parameters: Vec<u8>,
+}
+
+/// The most rails that an endpoint names.
+pub const MAX_RAILS: usize = 8;
+
+/// The parameters of an [`OfferKind::TCP`]: for each rail `4 or 6 u8, address, port u16`, little-endian but for the address.
+#[must_use]
+pub fn put_rails(rails: &[SocketAddr]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for rail in rails.iter().take(MAX_RAILS) {
+        match rail.ip() {
+            IpAddr::V4(ip) => {
+                out.push(4);
+                out.extend_from_slice(&ip.octets());
+            }
+            IpAddr::V6(ip) => {
+                out.push(6);
+                out.extend_from_slice(&ip.octets());
+            }
+        }
+        out.extend_from_slice(&rail.port().to_le_bytes());
+    }
+    out
+}
+
+/// What [`put_rails`] wrote.
+///
+/// # Errors
+/// [`WireError`] if it is torn, of an unknown family, or over [`MAX_RAILS`].
+pub fn take_rails(bytes: &[u8]) -> Result<Vec<SocketAddr>, WireError> {
+    let mut r = Reader { what: "rails of an offer", bytes };
+    let mut rails = Vec::new();
+    while !r.bytes.is_empty() {
+        if rails.len() == MAX_RAILS {
+            let (found, limit) = (MAX_RAILS as u64 + 1, MAX_RAILS as u64);
+            return Err(WireError::Limit { what: "rails of an offer", found, limit });
+        }
+        let ip = match r.u8()? {
+            4 => IpAddr::from(r.array::<4>()?),
+            6 => IpAddr::from(r.array::<16>()?),
+            family => return Err(WireError::Value { what: "the family of a rail", found: family.into() }),
+        };
+        rails.push(SocketAddr::new(ip, r.u16()?));
+    }
+    Ok(rails)
 }
 
 /// `count u8`, then for each `kind u8, length u16, parameters`. What is over a limit is left out: it is ours to keep to them.
@@ -86,6 +133,19 @@ mod tests {
         put_offers(&mut bytes, &offers);
         assert_eq!(bytes, b"\x02\x01\x04\0host\xc8\0\0");
         assert_eq!(read(&bytes), Ok(offers.to_vec()), "a kind that nobody knows is carried");
+    }
+
+    #[test]
+    fn golden_bytes_of_rails() {
+        let rails = ["10.1.0.5:7401".parse().unwrap(), "[fd00::1]:1".parse().unwrap()];
+        let bytes = put_rails(&rails);
+        assert_eq!(bytes, b"\x04\x0a\x01\0\x05\xe9\x1c\x06\xfd\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x01\x01\0");
+        assert_eq!(take_rails(&bytes), Ok(rails.to_vec()));
+        assert_eq!(take_rails(&[]), Ok(Vec::new()));
+        assert!(matches!(take_rails(&bytes[..bytes.len() - 1]), Err(WireError::Length { .. })));
+        assert!(matches!(take_rails(&[5]), Err(WireError::Value { found: 5, .. })));
+        assert_eq!(take_rails(&put_rails(&[rails[0]; 9])).map(|rails| rails.len()), Ok(MAX_RAILS));
+        assert!(matches!(take_rails(&put_rails(&[rails[0]; 3]).repeat(3)), Err(WireError::Limit { .. })));
     }
 
     #[test]
