@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `do_remote_decode` | prefill | keep the prompt's KV for a decode engine |
 //! | `do_remote_prefill` | decode | fetch it |
-//! | `transfer_id` | both | names the hand-over, any text; prefill draws one if there is none. On the wire it is hashed together with the prompt, so a leg with another prompt finds nothing under it |
+//! | `transfer_id` | both | names the hand-over, any text of at most 256 bytes; prefill draws one if there is none. On the wire it is hashed together with the prompt, so a leg with another prompt finds nothing under it |
 //! | `remote_num_tokens` | decode | prefill's prompt; decode's must have as many tokens |
 //! | `remote_prompt` | decode | the digest of prefill's prompt, 32 hexadecimal digits; decode's must be the same. With it prefill can be told that a leg was refused, whose prompt is not known |
 //! | `remote_addresses` | decode | where prefill's workers listen, by tensor-parallel rank: `["10.0.0.7:7400"]` |
@@ -24,7 +24,7 @@ use pyo3::types::{PyDict, PyList};
 use sha2::{Digest, Sha256};
 
 use crate::error::BindingError;
-use crate::words::distance;
+use crate::words::{distance, short};
 
 /// A request's part in a transfer: what the router calls it, and whether this side drew that name.
 #[derive(Debug)]
@@ -123,12 +123,22 @@ pub(crate) fn keys_without_leg(said: &Bound<'_, PyDict>) -> Vec<String> {
     if !OURS.iter().any(is_said) && !said.keys().iter().any(|key| is_like_a_leg(&key)) {
         return Vec::new(); // Another connector's, or none.
     }
-    said.keys().iter().map(|key| key.to_string()).collect()
+    said.keys().iter().take(SHOWN_KEYS).map(|key| short(&key.to_string())).collect()
 }
 
 fn is_like_a_leg(key: &Bound<'_, PyAny>) -> bool {
+    const NEAR: usize = 3;
     let key = key.to_string();
-    LEGS.iter().any(|leg| distance(leg, &key) <= 3)
+    LEGS.iter().any(|leg| key.len().abs_diff(leg.len()) <= NEAR && distance(leg, &key) <= NEAR)
+}
+
+/// Whether a refused decode leg may have got another request's params: what they name is then somebody else's.
+pub(crate) fn is_of_another(request: &str, said: &Bound<'_, PyDict>, prompt: &Prompt) -> bool {
+    Said { request, said, prompt }.is_of_another().unwrap_or(false)
+}
+
+fn is_digest(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// What prefill's engine answers, which the router passes to decode.
@@ -187,7 +197,7 @@ impl<'py> Said<'_, 'py> {
     }
 
     fn fetch(&self) -> Result<Parsed, BindingError> {
-        let Some(name) = self.get::<String>("transfer_id")? else {
+        let Some(name) = self.name()? else {
             let problem =
                 "transfer_id is missing: pass what the prefill engine answered, or give both legs one id".to_owned();
             return Err(self.refuse(problem));
@@ -199,13 +209,24 @@ impl<'py> Said<'_, 'py> {
             );
             return Err(self.refuse(problem));
         }
-        if self.get::<String>("remote_prompt")?.is_some_and(|theirs| theirs != self.prompt.digest()) {
+        let theirs = self.get::<String>("remote_prompt")?;
+        if let Some(theirs) = theirs.as_ref().filter(|theirs| !is_digest(theirs)) {
+            let theirs = short(theirs);
+            return Err(
+                self.refuse(format!("remote_prompt: \"{theirs}\" is not 32 hexadecimal digits, as prefill said it"))
+            );
+        }
+        if theirs.is_some_and(|theirs| theirs != self.prompt.digest()) {
             let problem = "remote_prompt: prefill computed another prompt of this length, or this one with another adapter or \
                            other images; send both legs one prompt";
             return Err(self.refuse(problem.to_owned()));
         }
-        self.ranks()?;
-        let from = self.addresses()?.into_iter().map(PeerAddress::Tcp).collect();
+        let (ranks, addresses) = (self.ranks()?, self.addresses()?);
+        if let Some(ranks) = ranks.filter(|&ranks| usize::from(ranks) != addresses.len()) {
+            let found = addresses.len();
+            return Err(self.refuse(format!("remote_addresses: {found} for tp_size {ranks}; give one for each rank")));
+        }
+        let from = addresses.into_iter().map(PeerAddress::Tcp).collect();
         let engine = self.engine()?;
         let params = TransferParams::Fetch { transfer: self.prompt.transfer(&name), from, engine, ask: Vec::new() };
         Ok(Parsed { params, name, is_drawn: false })
@@ -213,7 +234,7 @@ impl<'py> Said<'_, 'py> {
 
     fn keep(&self, own_tp_size: u16) -> Result<Parsed, BindingError> {
         let readers = self.ranks()?.unwrap_or(own_tp_size);
-        let given = self.get::<String>("transfer_id")?;
+        let given = self.name()?;
         let is_drawn = given.is_none();
         let name = given.map_or_else(draw, Ok)?;
         let params = TransferParams::Keep { transfer: self.prompt.transfer(&name), to: None, readers };
@@ -238,26 +259,69 @@ impl<'py> Said<'_, 'py> {
         if let Some(listed) = self.get::<Vec<String>>("remote_addresses")? {
             let parse = |text: &String| {
                 text.parse().map_err(|_| {
-                    self.refuse(format!("remote_addresses: {text:?} is not IP:port; names are not looked up"))
+                    self.refuse(format!(
+                        "remote_addresses: \"{}\" is not IP:port; names are not looked up",
+                        short(text)
+                    ))
                 })
             };
             return match listed.is_empty() || listed.len() > MAX_RANKS {
                 true => Err(self.refuse(format!("remote_addresses: {} of them; give one for each rank", listed.len()))),
-                false => listed.iter().map(parse).collect(),
+                false => self.checked(listed.iter().map(parse).collect::<Result<_, _>>()?),
             };
         }
         let (Some(host), Some(port)) = (self.get::<String>("remote_host")?, self.get::<u16>("remote_port")?) else {
             let problem = "neither remote_addresses nor remote_host and remote_port say where prefill's workers listen";
             return Err(self.refuse(problem.to_owned()));
         };
-        let host: IpAddr = host
-            .parse()
-            .map_err(|_| self.refuse(format!("remote_host: {host:?} is no IP address; names are not looked up")))?;
+        let host = &host;
+        let host: IpAddr = host.parse().map_err(|_| {
+            self.refuse(format!("remote_host: \"{}\" is no IP address; names are not looked up", short(host)))
+        })?;
         let ranks = self.ranks()?.unwrap_or(1);
         let ports = (0..ranks).map(|rank| port.checked_add(rank));
         let ports: Option<Vec<u16>> = ports.collect();
         let ports = ports.ok_or_else(|| self.refuse(format!("remote_port: {ranks} ranks do not fit above {port}")))?;
-        Ok(ports.into_iter().map(|port| SocketAddr::new(host, port)).collect())
+        self.checked(ports.into_iter().map(|port| SocketAddr::new(host, port)).collect())
+    }
+
+    /// Addresses that can be those of an engine's ranks.
+    fn checked(&self, addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, BindingError> {
+        let is_nobodys = |at: &&SocketAddr| {
+            let is_broadcast = matches!(at.ip(), IpAddr::V4(ip) if ip.is_broadcast());
+            at.port() == 0 || at.ip().is_unspecified() || at.ip().is_multicast() || is_broadcast
+        };
+        if let Some(at) = addresses.iter().find(is_nobodys) {
+            return Err(
+                self.refuse(format!("remote_addresses: nobody can listen on {at}; pass on what prefill answered"))
+            );
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        if let Some(at) = addresses.iter().find(|at| !seen.insert(**at)) {
+            return Err(self.refuse(format!("remote_addresses: {at} stands there twice; give one for each rank")));
+        }
+        Ok(addresses)
+    }
+
+    fn name(&self) -> Result<Option<String>, BindingError> {
+        let name = self.get::<String>("transfer_id")?;
+        match name.as_ref().map(String::len) {
+            Some(0) => {
+                Err(self.refuse("transfer_id is empty: give both legs one that no other request has".to_owned()))
+            }
+            Some(bytes) if bytes > MAX_NAME_BYTES => {
+                Err(self.refuse(format!("transfer_id has {bytes} bytes; give it at most {MAX_NAME_BYTES}")))
+            }
+            _ => Ok(name),
+        }
+    }
+
+    /// Whether the params are of another prompt than this one, and so perhaps of another request.
+    fn is_of_another(&self) -> Result<bool, BindingError> {
+        let theirs = self.get::<String>("remote_prompt")?;
+        let tokens = self.get::<u32>("remote_num_tokens")?;
+        Ok(theirs.is_some_and(|theirs| theirs != self.prompt.digest())
+            || tokens.is_some_and(|tokens| tokens != self.prompt.tokens))
     }
 
     fn refuse(&self, problem: String) -> BindingError {
@@ -266,6 +330,10 @@ impl<'py> Said<'_, 'py> {
 }
 
 const MAX_RANKS: usize = 1024;
+/// Of a `transfer_id`.
+const MAX_NAME_BYTES: usize = 256;
+/// Keys that a warning lists.
+const SHOWN_KEYS: usize = 8;
 const LEGS: [&str; 2] = ["do_remote_prefill", "do_remote_decode"];
 /// Keys that only this connector has, or that say where a prompt's KV is.
 const OURS: [&str; 4] = ["transfer_id", "remote_addresses", "remote_prompt", "remote_num_tokens"];

@@ -109,18 +109,18 @@ impl Scheduler {
         params: &Bound<'_, PyDict>,
     ) -> PyResult<bool> {
         let prompt = py.detach(|| Prompt::new(&prompt, more));
-        let parsed = params::parse(request_id, params, &prompt, self.tp_size).and_then(|parsed| {
-            let said =
-                parsed.iter().try_for_each(|said| self.refuse_what_cannot_be(request_id, &said.params, max_tokens));
-            said.map(|()| parsed)
-        });
-        let parsed = match parsed {
+        let parsed = match params::parse(request_id, params, &prompt, self.tp_size) {
             Ok(parsed) => parsed,
             Err(error) => {
-                self.let_go(request_id, &prompt, params);
+                // What a mixed-up leg names may be another request's, whose own leg is still to come: the lease bounds that.
+                if !params::is_of_another(request_id, params, &prompt) {
+                    self.let_go(request_id, &prompt, params);
+                }
                 return Err(error.into());
             }
         };
+        // The same holds for a leg that came to the wrong engine.
+        parsed.iter().try_for_each(|said| self.refuse_what_cannot_be(request_id, &said.params, max_tokens))?;
         let Some(Parsed { params, name, is_drawn }) = parsed else { return Ok(false) };
         let mut state = self.lock();
         let id = RequestId::new(request_id);

@@ -115,9 +115,6 @@ def test_params_that_make_no_sense_are_refused_and_the_request_stays_here(psk, r
     [
         ("both", {**FETCH, "tp_size": 0}, "1 to 1024"),
         ("both", {**FETCH, "tp_size": "2"}, "tp_size must be a whole number, 1 to 1024; found str"),
-        ("both", {**FETCH, "remote_num_tokens": 51}, "prefill's prompt has 51 tokens, this one 40"),
-        ("both", {**FETCH, "remote_prompt": "00" * 16}, "prefill computed another prompt"),
-        ("prefill", FETCH, "kv_consumer or kv_both"),
     ],
 )
 def test_where_the_params_of_a_refused_leg_say_who_waits_for_it_that_one_is_told_once(psk, role, params, words):
@@ -133,6 +130,51 @@ def test_where_the_params_of_a_refused_leg_say_who_waits_for_it_that_one_is_told
     # Not where it would be this engine itself.
     scheduler.set_addresses(FETCH["remote_addresses"])
     assert not scheduler.unwanted("s", [0], "", FETCH)
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "words"),
+    [
+        ("both", {**FETCH, "remote_num_tokens": 51}, "prefill's prompt has 51 tokens, this one 40"),
+        ("both", {**FETCH, "remote_prompt": "00" * 16}, "prefill computed another prompt"),
+        ("prefill", FETCH, "kv_consumer or kv_both"),
+    ],
+)
+def test_a_leg_that_was_mixed_up_takes_nothing_from_the_one_whose_params_it_has(psk, role, params, words):
+    scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}, role=role), tokens_per_block=16, whole_blocks=True)
+    with pytest.raises(ValueError, match="request r") as refused:
+        scheduler.add("r", list(range(40)), "", 2, params)
+    assert words in str(refused.value)
+    assert not scheduler.has_pending()
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"remote_addresses": ["127.0.0.1:0"]}, "nobody can listen on 127.0.0.1:0"),
+        ({"remote_addresses": ["0.0.0.0:7400"]}, "nobody can listen on 0.0.0.0:7400"),
+        ({"remote_addresses": ["255.255.255.255:9"]}, "nobody can listen on"),
+        ({"remote_addresses": ["127.0.0.1:7400"] * 2, "tp_size": 2}, "stands there twice"),
+        ({"remote_addresses": ["127.0.0.1:7400"], "tp_size": 2}, "1 for tp_size 2"),
+        ({"remote_addresses": ["B" * 10_000_000]}, "is not IP:port"),
+        ({"remote_addresses": None, "remote_host": "B" * 10_000_000, "remote_port": 1}, "is no IP address"),
+        ({"transfer_id": ""}, "transfer_id is empty"),
+        ({"transfer_id": "t" * 257}, "transfer_id has 257 bytes; give it at most 256"),
+        ({"remote_prompt": "ZZ\nWARNING"}, '"ZZ\\nWARNING" is not 32 hexadecimal digits'),
+    ],
+)
+def test_hostile_values_are_refused_in_few_words(psk, params, words):
+    scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}, role="both"), tokens_per_block=16, whole_blocks=True)
+    with pytest.raises(ValueError, match="request r") as refused:
+        scheduler.add("r", list(range(40)), "", 2, {**FETCH, **params})
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_warning_of_keys_is_short_and_one_line_whatever_they_are():
+    hostile = {"transfer_id": "x", "a\nWARNING forged": 1, "K" * 10_000_000: 1, **{f"key {i}": 1 for i in range(100_000)}}
+    keys = kvferry.keys_without_leg(hostile)
+    assert len(keys) == 8 and "\n" not in "".join(keys) and len("".join(keys)) < 800
 
 
 @pytest.mark.parametrize(
