@@ -14,6 +14,7 @@ mod coming;
 mod config;
 mod control;
 mod data;
+mod dial;
 mod driver;
 mod endpoint;
 mod handshaking;
