@@ -44,23 +44,35 @@ def test_a_rejection_after_the_hand_over_or_in_the_middle_of_it_changes_nothing(
     duo.until_free()
 
 
-@pytest.mark.parametrize("change", [{"remote_num_tokens": 81}, {"tp_size": "2"}, {}])
-def test_a_leg_that_the_connector_refuses_is_computed_and_counted_and_prefill_lets_go(
+def test_a_leg_that_the_connector_refuses_is_computed_and_counted_and_prefill_lets_go(make_duo: Maker) -> None:
+    duo = make_duo(prefill_config={"lease_ttl_ms": 600_000})
+    params = duo.prefilled("r", prompt(80)) | {"tp_size": "2"}
+    request = duo.decode.add("refused", prompt(80), 4, params)
+    duo.until_finished("refused")
+    assert (request.num_output_tokens, loads(duo.decode, "refused")) == (4, 0)
+    duo.until_free()
+    assert refused(duo.decode) == 1
+    # Who comes with right params is too late, and computes it.
+    right = duo.decode.add("right", prompt(80), 4, duo.prefilled("p2", prompt(80)))
+    duo.until_finished("right")
+    assert right.num_output_tokens == 4
+
+
+@pytest.mark.parametrize("change", [{"remote_num_tokens": 81}, {}])
+def test_a_leg_that_has_another_requests_params_is_computed_and_takes_nothing_from_that_one(
     make_duo: Maker, change: dict[str, Any]
 ) -> None:
     duo = make_duo(prefill_config={"lease_ttl_ms": 600_000})
-    params = duo.prefilled("r", prompt(80)) | change
+    params = duo.prefilled("r", prompt(80))
     # With no change in the params it is another prompt of this length.
-    other = prompt(80, seed=1)
-    request = duo.decode.add("other", other, 4, params)
+    request = duo.decode.add("other", prompt(80, seed=1), 4, params | change)
     duo.until_finished("other")
-    assert (request.num_output_tokens, loads(duo.decode, "other")) == (4, 0)
-    duo.until_free()
-    assert refused(duo.decode) == 1
-    # Who comes with the right prompt is too late, and computes it.
-    right = duo.decode.add("right", prompt(80), 4, params if not change else duo.prefilled("p2", prompt(80)))
+    assert (request.num_output_tokens, loads(duo.decode, "other"), refused(duo.decode)) == (4, 0, 1)
+    assert duo.prefill.used_blocks() == 3
+    duo.decode.add("right", prompt(80), 4, params)
     duo.until_finished("right")
-    assert right.num_output_tokens == 4
+    assert loads(duo.decode, "right") == 1
+    duo.until_free()
 
 
 def test_params_without_a_leg_are_counted(duo: Duo) -> None:
