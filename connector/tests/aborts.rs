@@ -423,10 +423,6 @@ fn run(paths: &[&str], transfers: u64, seed: u64) {
         let mut pair = Pair::new(seed, order, path, "a key for the whole cluster");
         let transfers = transfers / 2;
         pair.run(transfers / 10);
-        // Until the session is there, with all that it holds.
-        while pair.ends.loaded == 0 {
-            pair.run(1);
-        }
         let (kib_before, descriptors) = resources();
         pair.run(transfers);
         let (kib_after, descriptors_after) = resources();
