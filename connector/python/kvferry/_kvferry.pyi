@@ -68,10 +68,10 @@ class Scheduler:
     def set_addresses(self, addresses: list[str]) -> None:
         """Where this engine's workers listen, `IP:port` by rank."""
 
-    def add(self, request_id: str, prompt: Sequence[int], more: str, max_tokens: int, params: dict[str, Any]) -> bool:
-        """A request came, with its `kv_transfer_params`; `more` says what beside the tokens decides its KV. Returns whether it has a part in a
-        transfer: not if another request of this engine had that part before, or another sample of its request has it. Raises ValueError for
-        params that make no sense here; prefill need not keep what they name."""
+    def add(self, request_id: str, prompt: Sequence[int], more: str, max_tokens: int, params: dict[str, Any]) -> str | None:
+        """A request came, with its `kv_transfer_params`; `more` says what beside the tokens decides its KV. Returns why it has no part in a
+        transfer, or None if it has one or its params speak of none. Raises ValueError for params that make no sense here; prefill need not
+        keep what they name."""
 
     def unwanted(self, request_id: str, prompt: Sequence[int], more: str, params: dict[str, Any]) -> bool:
         """A decode leg will not run here, so prefill need not keep what its params name; the prompt may be made up. Returns whether prefill is

@@ -4,7 +4,7 @@
 //! with it: a transfer may end before its request does. So the half decides, and the workers say it in the next step: `released` goes down
 //! with that step's metadata, and each worker hands it to the engine once.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -43,8 +43,8 @@ struct State {
     addresses: Vec<SocketAddr>,
     /// Requests with a part in a transfer, until the engine finishes them.
     requests: BTreeMap<RequestId, Known>,
-    /// Requests whose blocks the engine left here.
-    held: BTreeSet<RequestId>,
+    /// Requests whose blocks the engine left here, and for which transfer.
+    held: BTreeMap<RequestId, Option<TransferId>>,
     /// Those of them that the workers must give back.
     released: Vec<RequestId>,
     /// The last transfers that a request of this engine had a part in.
@@ -94,8 +94,7 @@ impl Scheduler {
     }
 
     /// A request came: `params` are its `kv_transfer_params`, `more` what beside the tokens decides its KV, in one canonical text, and
-    /// `max_tokens` how many tokens it may generate. Returns whether it has a part in a transfer: not if another request of this engine had that
-    /// part before, or another sample of the same request has it, since a prompt is handed over once.
+    /// `max_tokens` how many tokens it may generate. Returns why it has no part in a transfer, or None if it has one or its params speak of none.
     ///
     /// Raises ValueError for params that make no sense here; the request is then computed without a transfer, and prefill need not keep what
     /// they name.
@@ -107,7 +106,7 @@ impl Scheduler {
         more: &str,
         max_tokens: u64,
         params: &Bound<'_, PyDict>,
-    ) -> PyResult<bool> {
+    ) -> PyResult<Option<&'static str>> {
         let prompt = py.detach(|| Prompt::new(&prompt, more));
         let parsed = match params::parse(request_id, params, &prompt, self.tp_size) {
             Ok(parsed) => parsed,
@@ -121,20 +120,26 @@ impl Scheduler {
         };
         // The same holds for a leg that came to the wrong engine.
         parsed.iter().try_for_each(|said| self.refuse_what_cannot_be(request_id, &said.params, max_tokens))?;
-        let Some(Parsed { params, name, is_drawn }) = parsed else { return Ok(false) };
+        let Some(Parsed { params, name, is_drawn }) = parsed else { return Ok(None) };
         let mut state = self.lock();
         let id = RequestId::new(request_id);
         if matches!(params, TransferParams::Keep { .. }) && !state.samples.is_first(&id, &prompt, &name) {
-            return Ok(false);
+            return Ok(Some(ANOTHER_SAMPLE));
         }
         let (TransferParams::Fetch { transfer, .. } | TransferParams::Keep { transfer, .. }) = &params;
-        if !state.take(*transfer) {
-            return Ok(false);
+        let is_new = state.take(*transfer);
+        if let TransferParams::Fetch { from, .. } = &params
+            && state.is_here(*transfer, from)
+        {
+            return Ok(Some(COMPUTED_HERE));
+        }
+        if !is_new {
+            return Ok(Some(AGAIN));
         }
         let request =
             Request { id: id.clone(), prompt_tokens: prompt.tokens, params: Some(params), hashes: Arc::default() };
         state.requests.insert(id, Known { request, prompt, name, is_drawn, is_admitted: false });
-        Ok(true)
+        Ok(None)
     }
 
     /// A decode leg will not run here: prefill need not keep what its params name. The arguments are those of `add`; the prompt may be made up,
@@ -234,7 +239,7 @@ impl Scheduler {
             return Ok((false, None));
         }
         let Hold::Until { transfer, .. } = hold else { return Ok((false, None)) };
-        state.held.insert(id);
+        state.held.insert(id, transfer);
         let is_offered = is_complete && transfer.is_some();
         let answer = || params::answer(py, &self.engine_id, &known.name, &state.addresses, &known.prompt);
         Ok((true, is_offered.then(answer).transpose()?))
@@ -248,7 +253,7 @@ impl Scheduler {
         let mut state = self.lock();
         let applied = state.half.apply(results.map_err(BindingError::from)?);
         for id in applied.released {
-            if state.held.remove(&id) {
+            if state.held.remove(&id).is_some() {
                 state.released.push(id);
             }
         }
@@ -300,8 +305,7 @@ impl Scheduler {
         let Some(params) = params::unwanted(request, said, prompt) else { return false };
         let TransferParams::Fetch { transfer, from, .. } = &params else { return false };
         let mut state = self.lock();
-        let is_own = |address: &PeerAddress| matches!(address, PeerAddress::Tcp(at) if state.addresses.contains(at));
-        if from.iter().any(is_own) || state.requests.values().any(|known| known.is_of(*transfer)) {
+        if state.is_own(from) || state.requests.values().any(|known| known.is_of(*transfer)) {
             return false;
         }
         // Who comes for it later finds nothing at prefill: it is computed.
@@ -319,6 +323,10 @@ impl Scheduler {
 }
 
 impl Known {
+    fn keeps(&self, transfer: TransferId) -> bool {
+        matches!(self.request.params, Some(TransferParams::Keep { transfer: own, .. }) if own == transfer)
+    }
+
     fn is_of(&self, transfer: TransferId) -> bool {
         let (Some(TransferParams::Fetch { transfer: own, .. }) | Some(TransferParams::Keep { transfer: own, .. })) =
             &self.request.params
@@ -342,6 +350,23 @@ impl State {
         true
     }
 
+    /// Whether some of these addresses are this engine's.
+    fn is_own(&self, addresses: &[PeerAddress]) -> bool {
+        addresses.iter().any(|address| matches!(address, PeerAddress::Tcp(at) if self.addresses.contains(at)))
+    }
+
+    /// Whether a decode leg came to the engine that computes its prompt. What that keeps for the leg is then not kept any longer: the
+    /// engine's own prefix cache has it.
+    fn is_here(&mut self, transfer: TransferId, from: &[PeerAddress]) -> bool {
+        let held = self.held.iter().find(|(_, of)| **of == Some(transfer)).map(|(id, _)| id);
+        let keeper = || self.requests.values().find(|known| known.keeps(transfer)).map(|known| &known.request.id);
+        let keeper = held.or_else(keeper).cloned();
+        if let Some(keeper) = &keeper {
+            self.half.unread(keeper);
+        }
+        keeper.is_some() || self.is_own(from)
+    }
+
     /// What was kept of them is over. Under an id of our own they are kept anew when they come back; an id that the router gave is spent.
     fn preempted(&mut self, requests: &[String]) -> Result<(), BindingError> {
         if requests.is_empty() {
@@ -360,6 +385,11 @@ impl State {
         Ok(())
     }
 }
+
+/// Why a request has no part in a transfer, for a log.
+const ANOTHER_SAMPLE: &str = "another sample of its request hands the prompt over";
+const AGAIN: &str = "an earlier leg had its part in the transfer";
+const COMPUTED_HERE: &str = "its prompt was sent to this same engine for prefill, whose prefix cache has it";
 
 /// Children of one request, which share its params, come together; a router's second try comes within seconds.
 const REMEMBERED: usize = 1024;

@@ -148,7 +148,7 @@ class Engine:
 
     def add(self, request: str, tokens: int, max_tokens: int, params: dict[str, Any]) -> None:
         """A request with the one prompt that all tests of this length share."""
-        assert self.scheduler.add(request, list(range(tokens)), "", max_tokens, params)
+        assert self.scheduler.add(request, list(range(tokens)), "", max_tokens, params) is None
 
     def prefill(self, request: str, tokens: int, blocks: list[int], seed: int, params: dict[str, Any]) -> Any:
         """Computes a prompt in one step; returns what the router is told."""

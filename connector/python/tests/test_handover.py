@@ -116,7 +116,7 @@ def test_a_leg_that_the_engine_rejected_lets_prefill_go_at_once(engines):
     wait_for("the count", lambda: prefill.worker.counters()["sent_cancelled"] == 1, prefill)
     assert decode.received == []
     # Who comes with the prompt after all finds nothing there, and is computed.
-    assert not decode.scheduler.add("c", list(range(64)), "", 8, params)
+    assert decode.scheduler.add("c", list(range(64)), "", 8, params)
     assert not decode.scheduler.unwanted("d", [0], "", {"do_remote_prefill": True}), "nobody is named"
     wait_for("rest", lambda: not decode.scheduler.has_pending(), decode)
 
@@ -135,8 +135,8 @@ def test_samples_of_one_request_hand_its_prompt_over_once(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     keep = {"do_remote_decode": True}
     prefill.add("0_a", 64, 1, keep)
-    assert not prefill.scheduler.add("1_a", list(range(64)), "", 1, keep)
-    assert prefill.scheduler.add("0_b", list(range(64)), "", 1, keep), "another request"
+    assert prefill.scheduler.add("1_a", list(range(64)), "", 1, keep)
+    assert prefill.scheduler.add("0_b", list(range(64)), "", 1, keep) is None, "another request"
     assert prefill.scheduler.finished("0_b", [], False) == (False, None)
     prefill.scheduler.allocated("0_a", [2, 3], 0)
     prefill.step([("0_a", 0, 64, [2, 3])], preempted=["0_a"])
@@ -323,7 +323,7 @@ def test_another_prompt_finds_nothing_under_the_same_name(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode", options={"transfer_deadline_ms": 1500})
     named = {"do_remote_decode": True, "transfer_id": "x"}
     for request, prompt in [("right", list(range(64))), ("wrong", list(range(1, 65)))]:
-        assert prefill.scheduler.add(request, prompt, "", 1, named)
+        assert prefill.scheduler.add(request, prompt, "", 1, named) is None
         prefill.scheduler.allocated(request, [2, 3] if request == "right" else [4, 5], 0)
     prefill.step([("right", 0, 64, [2, 3]), ("wrong", 0, 64, [4, 5])], forward=lambda: prefill.memory.fill([2, 3, 4, 5], 1))
     answer = prefill.scheduler.finished("right", [2, 3], True)[1]
@@ -341,19 +341,41 @@ def test_another_prompt_finds_nothing_under_the_same_name(engines):
     # A router that posts both legs at once cannot say it, and then the load waits in vain.
     at_once = {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [prefill.worker.address]}
     before = decode.memory.pages([8, 9])
-    assert decode.scheduler.add("c", list(range(2, 66)), "", 8, at_once)
+    assert decode.scheduler.add("c", list(range(2, 66)), "", 8, at_once) is None
     decode.scheduler.allocated("c", [8, 9], 64)
-    assert decode.scheduler.add("e", list(range(64)), "an adapter", 8, at_once)
+    assert decode.scheduler.add("e", list(range(64)), "an adapter", 8, at_once) is None
     decode.scheduler.allocated("e", [10, 11], 64)
     wait_for("both failures", lambda: sorted(decode.received) == ["b", "c", "e"], decode, prefill)
     assert set(decode.failed) == {"c", "e"} and decode.memory.pages([8, 9]) == before
+
+
+def test_a_decode_leg_at_the_engine_of_its_prefill_ends_what_that_keeps(engines):
+    both, decode = engines("p", "both", options={"lease_ttl_ms": 600_000}), engines("d", "decode")
+    params = both.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
+    assert "this same engine" in both.scheduler.add("b", list(range(64)), "", 8, params)
+    assert both.scheduler.matched_tokens("b", 0) == 0
+    wait_for("the release", lambda: both.released == ["a"] and not both.scheduler.has_pending(), both)
+    assert (both.scheduler.unknown_results, both.worker.unknown_results) == (0, 0)
+    # Another sample of the leg, and another engine that comes for it after all.
+    assert both.scheduler.add("1_b", list(range(64)), "", 8, params)
+    decode.load("c", 64, [6, 7], params)
+    wait_for("the failure", lambda: decode.received == ["c"], decode, both)
+    assert set(decode.failed) == {"c"}
+
+
+def test_a_decode_leg_that_comes_to_the_engine_of_its_prefill_first_needs_no_hand_over(engines):
+    both = engines("p", "both")
+    at_once = {"do_remote_prefill": True, "transfer_id": "x", "remote_addresses": [both.worker.address]}
+    assert "this same engine" in both.scheduler.add("b", list(range(64)), "", 8, at_once)
+    assert both.scheduler.add("a", list(range(64)), "", 1, {"do_remote_decode": True, "transfer_id": "x"})
+    assert both.scheduler.finished("a", [2, 3], True) == (False, None) and not both.scheduler.has_pending()
 
 
 def test_a_prompt_is_handed_over_to_one_request_only(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     params = prefill.prefill("a", 64, [2, 3], seed=1, params={"do_remote_decode": True})
     decode.load("0_b", 64, [6, 7], params)
-    assert not decode.scheduler.add("1_b", list(range(64)), "", 8, params)
+    assert decode.scheduler.add("1_b", list(range(64)), "", 8, params)
     assert decode.scheduler.matched_tokens("1_b", 0) == 0
     wait_for("the load", lambda: decode.received == ["0_b"], decode, prefill)
     assert not decode.failed

@@ -196,7 +196,7 @@ def test_params_that_speak_of_a_transfer_and_name_no_leg_are_found(params, keys)
 @pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False, "do_remote_decode": None}, {"transfer_id": "x"}])
 def test_a_request_without_a_part_in_a_transfer_leaves_no_trace(psk, params):
     scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}), tokens_per_block=16, whole_blocks=True)
-    assert not scheduler.add("r", list(range(40)), "", 64, params)
+    assert scheduler.add("r", list(range(40)), "", 64, params) is None
     assert scheduler.matched_tokens("r", 0) == 0
     assert scheduler.unsaved() == [] and not scheduler.has_pending()
     assert scheduler.finished("r", [1], True) == (False, None)
@@ -205,7 +205,7 @@ def test_a_request_without_a_part_in_a_transfer_leaves_no_trace(psk, params):
 def test_ranks_may_be_named_by_their_first_port(psk):
     scheduler = kvferry.Scheduler(config({"psk_file": str(psk)}), tokens_per_block=16, whole_blocks=True)
     one = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 7400, "tp_size": 2}
-    assert scheduler.add("r", list(range(40)), "", 2**32, one)
+    assert scheduler.add("r", list(range(40)), "", 2**32, one) is None
     assert scheduler.matched_tokens("r", 16) == 24
     assert scheduler.matched_tokens("r", 32) == 8
 

@@ -123,6 +123,12 @@ impl PdScheduler {
         self.keeps.iter().filter(|(_, keep)| keep.is_open()).map(|(id, _)| id)
     }
 
+    /// Nobody will come for what a request keeps: it ends, and its blocks are the engine's when nothing reads them any more.
+    pub fn unread(&mut self, request: &RequestId) {
+        let cancel = self.keeps.get_mut(request).and_then(|keep| keep.unread(request));
+        self.next.cancels.extend(cancel);
+    }
+
     fn start_load(
         &mut self,
         request: &Request,

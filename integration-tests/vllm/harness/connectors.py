@@ -79,11 +79,12 @@ class KvFerry(Connector):
     port: int = field(default_factory=lambda: free_port(count=8))
     tp: int = 1
     """Ranks of either engine; prefill's listen at consecutive ports."""
+    prefill_role: str = "kv_producer"
 
     def transfer(self, side: str) -> dict[str, Any] | None:
         if side == "prefill":
             extra = {"listen": f"127.0.0.1:{self.port}", **self.prefill_config}
-            return {"kv_role": "kv_producer", "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
+            return {"kv_role": self.prefill_role, "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
         extra = {"listen": "127.0.0.1:0", **self.decode_config}
         return {"kv_role": "kv_consumer", "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
 

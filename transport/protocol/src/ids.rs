@@ -77,6 +77,14 @@ impl TransferId {
         let sender = (sender.0 as u128).wrapping_mul(SENDER_STEP);
         Self(self.0.wrapping_add(receiver).wrapping_add(sender))
     }
+
+    /// The hand-over of which this is the part between two ranks: what [`part`](Self::part) made it of.
+    #[must_use]
+    pub const fn whole(self, receiver: TpRank, sender: TpRank) -> Self {
+        let receiver = (receiver.0 as u128).wrapping_mul(RECEIVER_STEP);
+        let sender = (sender.0 as u128).wrapping_mul(SENDER_STEP);
+        Self(self.0.wrapping_sub(receiver).wrapping_sub(sender))
+    }
 }
 
 /// What a rank of each side adds to an id: odd, large and unrelated (the fractions of the golden ratio and of the square root of 2),
@@ -191,6 +199,7 @@ mod tests {
             for (receiver, sender) in (0..16).flat_map(|receiver| (0..16).map(move |sender| (receiver, sender))) {
                 let part = TransferId::new(id).part(TpRank::new(receiver), TpRank::new(sender));
                 assert!(seen.insert(part), "{id}, {receiver} from {sender}");
+                assert_eq!(part.whole(TpRank::new(receiver), TpRank::new(sender)), TransferId::new(id));
             }
         }
     }

@@ -73,12 +73,8 @@ class SchedulerHalf:
             self._half.unwanted(request.request_id, prompt, more, params)
             return self._refuse(request, "the prompt has no token ids")
         try:
-            if not self._half.add(request.request_id, prompt, more, min(request.max_tokens, _MANY_TOKENS), params):
-                logger.info(
-                    "the prompt of %s is handed over once, for another sample of its request or an earlier leg of its transfer; "
-                    "here it is computed",
-                    request.request_id,
-                )
+            if why := self._half.add(request.request_id, prompt, more, min(request.max_tokens, _MANY_TOKENS), params):
+                logger.info("request %s has no part in a transfer and is computed here: %s", request.request_id, why)
         except (OverflowError, TypeError, ValueError) as error:
             self._refuse(request, str(error))
 

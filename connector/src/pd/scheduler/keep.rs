@@ -97,6 +97,15 @@ impl KeepState {
         cut_short.then_some(cancel)
     }
 
+    /// Nobody will come for it; returns what the workers must be told.
+    pub(super) fn unread(&mut self, id: &RequestId) -> Option<Cancel> {
+        if self.preempt() {
+            let (request, transfer) = (id.clone(), self.transfer);
+            return Some(Cancel { request, transfer, side: Side::Keep, waiting: None });
+        }
+        None
+    }
+
     /// A rank reports an end; returns whether one was owed.
     pub(super) fn report(&mut self, rank: TpRank) -> bool {
         let ended = self.ended.entry(rank).or_default();

@@ -327,3 +327,37 @@ fn both_values_come_back_from_their_bytes() {
     assert_eq!(StepResults::from_bytes(&bytes).unwrap(), reported);
     assert!(StepResults::from_bytes(&bytes[..bytes.len() - 1]).is_err());
 }
+
+#[test]
+fn a_keep_that_nobody_will_read_ends_at_any_point_of_its_request() {
+    for (name, computed, is_finished) in [
+        ("before anything was computed", 0, false),
+        ("half computed", 16, false),
+        ("computed", 32, false),
+        ("held for its reader", 32, true),
+    ] {
+        let mut s = scheduler(1);
+        let id = RequestId::new("p");
+        s.allocated(&keep("p", 32), &blocks(2), 0, 0).unwrap();
+        if computed > 0 {
+            assert_eq!(s.build_step(&step("p", 0..computed, 2)).saves.len(), 1, "{name}");
+        }
+        if is_finished {
+            assert!(matches!(s.finished(&id, &blocks(2), EngineFinish::Complete), Hold::Until { .. }), "{name}");
+        }
+        s.unread(&id);
+        s.unread(&id);
+        let meta = s.build_step(&step("p", computed..32, 2));
+        assert!(meta.saves.is_empty(), "{name}: {meta:?}");
+        assert_eq!(meta.cancels.len(), usize::from(computed > 0), "{name}: {meta:?}");
+        let sent = if computed > 0 { vec![id.clone()] } else { vec![] };
+        let applied = s.apply(vec![StepResults { sent, ..results(0) }]);
+        if is_finished {
+            assert_eq!(applied.released, [id], "{name}");
+        } else {
+            assert_eq!(applied, Applied::default(), "{name}: its own answer is still wanted");
+            assert_eq!(s.finished(&id, &blocks(2), EngineFinish::Complete), Hold::Free, "{name}");
+        }
+        assert!(!s.has_pending() && s.unknown_results() == 0, "{name}");
+    }
+}

@@ -112,6 +112,7 @@ impl Driver {
             max_messages_per_peer: EARLY_MESSAGES / 4,
             ttl: config.deadlines().transfer,
         });
+        let ended = Ended::new(config.peer().tp_rank);
         Self {
             config,
             caches,
@@ -125,7 +126,7 @@ impl Driver {
             receiving: BTreeMap::new(),
             sending: BTreeMap::new(),
             early,
-            ended: Ended::default(),
+            ended,
             granted: BTreeMap::new(),
             posting,
             keeping,

@@ -75,27 +75,27 @@ impl Driver {
 
     /// Tells the decode ranks that read from this worker that a transfer will not be.
     pub(super) fn decline_all(&mut self, transfer: TransferId, readers: &Readers, why: &str) {
-        let parts = self.parts_to(transfer, readers.count);
-        let are_known = parts.is_ok();
-        for part in parts.unwrap_or_else(|_| self.all_readers(transfer, readers.count)) {
-            let Some(peer) = self.reader(readers.to.as_ref(), &part) else {
-                self.ended.insert(part.transfer, why.to_owned());
-                continue;
-            };
-            if are_known {
-                self.decline(&peer, part.transfer, why);
-            } else {
-                // It may not wait for this part at all.
-                self.decline_when_asked(&peer, part.transfer, why);
+        let Ok(parts) = self.parts_to(transfer, readers.count) else {
+            return self.decline_whoever_asks(transfer, readers, why);
+        };
+        for part in parts {
+            match self.reader(readers.to.as_ref(), &part) {
+                Some(peer) => self.decline(&peer, part.transfer, why),
+                None => self.ended.insert(part.transfer, why.to_owned()),
             }
         }
     }
 
-    /// Every part that a decode rank could wait for, also where the sizes do not fit.
-    fn all_readers(&self, transfer: TransferId, readers: u16) -> Vec<PartTo> {
+    /// The same where the sizes do not fit: any rank may wait for a part, or none.
+    fn decline_whoever_asks(&mut self, transfer: TransferId, readers: &Readers, why: &str) {
         let ours = self.config.peer().tp_rank;
-        let part = |rank| PartTo { transfer: transfer.part(rank, ours), rank, heads: self.caches.heads() };
-        (0..readers.min(MAX_RANKS)).map(TpRank::new).map(part).collect()
+        for rank in (0..readers.count.min(MAX_RANKS)).map(TpRank::new) {
+            let part = PartTo { transfer: transfer.part(rank, ours), rank, heads: self.caches.heads() };
+            if let Some(peer) = self.reader(readers.to.as_ref(), &part) {
+                self.decline_when_asked(&peer, part.transfer, why);
+            }
+        }
+        self.ended.insert_every(transfer, why.to_owned());
     }
 
     /// Which decode ranks read from this worker, and what each takes.
@@ -140,7 +140,7 @@ impl Driver {
             if gave_up {
                 continue;
             }
-            self.ended.forget(part.transfer);
+            self.ended.forget(part.transfer, part.rank);
             begun.push((part, peer));
         }
         let machine = |part: &PartTo| Sender::new(began, self.sender_config(part, held));

@@ -44,6 +44,20 @@ def test_a_rejection_after_the_hand_over_or_in_the_middle_of_it_changes_nothing(
     duo.until_free()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_both_legs_at_one_engine_need_no_hand_over_and_keep_nothing(make_duo: Maker, tp: int) -> None:
+    config = {"lease_ttl_ms": 600_000}
+    duo = make_duo(prefill_config=config, prefill_role="kv_both", tp=tp, prefill={"tp": tp}, decode={"tp": tp})
+    params = duo.prefilled("p", prompt(80))
+    assert duo.prefill.used_blocks() == 3
+    request = duo.prefill.add("d", prompt(80), 4, params)
+    duo.until(lambda: duo.prefill.finished("d") is not None, "the end of the decode leg")
+    assert (request.num_output_tokens, loads(duo.prefill, "d"), refused(duo.prefill)) == (4, 0, 0)
+    stats = duo.prefill.outputs["d"][0].prefill_stats
+    assert stats.num_local_cached_tokens > 0, "the engine's own prefix cache has the prompt"
+    duo.until_free()
+
+
 def test_a_leg_that_the_connector_refuses_is_computed_and_counted_and_prefill_lets_go(make_duo: Maker) -> None:
     duo = make_duo(prefill_config={"lease_ttl_ms": 600_000})
     params = duo.prefilled("r", prompt(80)) | {"tp_size": "2"}
