@@ -262,23 +262,36 @@ impl fmt::Display for Report {
             "KV carried            {} bytes, {:.3} Gbit/s while prefill computed",
             s.kv_bytes, s.transfer_gbps
         )?;
-        let o = &s.overlap;
-        let of = |part: f64| if o.transfer_ms > 0.0 { part / o.transfer_ms * 100.0 } else { 0.0 };
-        writeln!(f, "prefill computed      {:.1} ms, up to the last layers", o.compute_ms)?;
-        writeln!(f, "on the link           {:.1} ms", o.transfer_ms)?;
-        writeln!(
-            f,
-            "exposed               {:.1} ms, {:.1} % of that; at least {:.1} ms cannot be hidden",
-            o.exposed_ms,
-            of(o.exposed_ms),
-            o.lower_bound_ms
-        )?;
-        if let Some(slowdown) = o.prefill_slowdown {
-            writeln!(f, "prefill slower by     {:.1} % than the single process", slowdown * 100.0)?;
-        }
+        s.overlap.write_lines(f)?;
         write!(f, "recomputed {} tokens, failed {}, still held {}", s.recomputed, s.failed, s.still_held)
     }
 }
+
+impl Overlap {
+    fn write_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (exposed, bound) = (self.exposed_ms, self.lower_bound_ms);
+        writeln!(f, "prefill computed      {:.1} ms, up to the last layers", self.compute_ms)?;
+        writeln!(f, "on the link           {:.1} ms", self.transfer_ms)?;
+        if self.compute_ms < TELLING_MS {
+            writeln!(f, "exposed               {exposed:.1} ms; at least {bound:.1} ms cannot be hidden")?;
+            return writeln!(
+                f,
+                "                      (shares of so short a run say nothing: more and longer prompts, or --model, tell them)"
+            );
+        }
+        let share = if self.transfer_ms > 0.0 { exposed / self.transfer_ms * 100.0 } else { 0.0 };
+        writeln!(
+            f,
+            "exposed               {exposed:.1} ms, {share:.1} % of that; at least {bound:.1} ms cannot be hidden"
+        )?;
+        self.prefill_slowdown.map_or(Ok(()), |slowdown| {
+            writeln!(f, "prefill slower by     {:.1} % than the single process", slowdown * 100.0)
+        })
+    }
+}
+
+/// With less compute than this, a wake-up of some thread is a large share of it.
+const TELLING_MS: f64 = 500.0;
 
 #[cfg(test)]
 mod tests {
@@ -316,6 +329,10 @@ mod tests {
         assert_eq!((o.compute_ms, o.transfer_ms, o.exposed_ms, o.lower_bound_ms), (3000.0, 1000.0, 500.0, 250.0));
         assert!((o.prefill_slowdown.unwrap() - 0.1).abs() < 1e-9);
         assert!(report.to_string().contains("exposed               500.0 ms, 50.0 % of that; at least 250.0 ms"));
+        let mut report = report;
+        report.summary.overlap.compute_ms = 10.0;
+        let text = report.to_string();
+        assert!(text.contains("exposed               500.0 ms; at least") && !text.contains("slower"), "{text}");
         assert!(!report.all_identical());
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(
