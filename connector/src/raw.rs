@@ -1,11 +1,11 @@
-//! The only place of this crate that vouches for raw memory: pages that are handed to a transport and to the copy kernels.
+//! The only place of this crate that vouches for raw memory: pages that are handed to a transport and to the copy kernels, and slabs.
 #![allow(unsafe_code, reason = "a cache's pages are handed to a transport and to the copy kernels by address")]
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvferry_kernels::copy::RegionTable;
-use kvferry_kernels::{KvCacheView, KvDtype};
+use kvferry_kernels::{HostRegion, KernelError, KvCacheView, KvDtype};
 use kvferry_protocol::RegionId;
 use kvferry_protocol::layout::KvLayout;
 use kvferry_transport::{Memory, MemoryFile, MemoryKind, Transport};
@@ -80,6 +80,68 @@ pub(crate) fn register(transport: &dyn Transport, cache: &KvCache, first: u32) -
         }
     }
     Ok(next)
+}
+
+/// Memory of kvferry's own for what is packed, in parts that do not overlap.
+///
+/// Each part is one owner's: who has it `&mut` is alone with its bytes, as with a boxed slice. Other processes can read it, by
+/// the region's file, but not write it.
+#[derive(Debug)]
+pub(crate) struct SlabMemory {
+    region: Arc<HostRegion>,
+    start: usize,
+    bytes: usize,
+}
+
+impl SlabMemory {
+    /// Memory that other processes can map; its pages come with [`prefault`](Self::prefault), or when they are touched.
+    pub(crate) fn new(bytes: usize) -> Result<Self, KernelError> {
+        Ok(Self { region: Arc::new(HostRegion::sparse(bytes)?), start: 0, bytes })
+    }
+
+    /// Its first bytes as a part of its own; `None` if there are not so many left.
+    pub(crate) fn split_front(&mut self, bytes: usize) -> Option<Self> {
+        let left = self.bytes.checked_sub(bytes)?;
+        let front = Self { region: Arc::clone(&self.region), start: self.start, bytes };
+        (self.start, self.bytes) = (self.start + bytes, left);
+        Some(front)
+    }
+
+    /// Has the system give its pages now. A lack of memory shows when they are written.
+    pub(crate) fn prefault(&self) {
+        if let Err(error) = self.region.prefault(self.start..self.start + self.bytes) {
+            tracing::debug!(%error, "pages of a slab come when they are touched");
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: inside the region, zeroed by the system. Parts do not overlap, so only this one's owner writes here, and has
+        // `&mut` then.
+        unsafe { std::slice::from_raw_parts(self.first().as_ptr(), self.bytes) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and this borrow is the only one.
+        unsafe { std::slice::from_raw_parts_mut(self.first().as_ptr(), self.bytes) }
+    }
+
+    /// Registers all that is left of it, so that peers, or a device, may read what is packed there.
+    ///
+    /// The driver's thread holds it until the transport was shut down, as it does the cache.
+    pub(crate) fn register(&self, transport: &dyn Transport) -> Result<RegionId, ConnectorError> {
+        let file = self.region.file().map(|file| MemoryFile { file: Arc::clone(file), offset: self.start as u64 });
+        let memory = Memory { address: self.first(), bytes: self.bytes, kind: MemoryKind::Host, file };
+        // SAFETY: the region stays mapped until the transport was shut down. No grant names it; a post of a slab owns the slab until
+        // it ended, so nobody writes there while the transport reads.
+        let registered = unsafe { transport.register(memory) };
+        let what = || format!("memory of {} bytes for slabs was not registered", self.bytes);
+        registered.map_err(|source| ConnectorError::Transport { what: what(), source })
+    }
+
+    fn first(&self) -> NonNull<u8> {
+        // SAFETY: `start` is inside the region, or at its end.
+        unsafe { self.region.as_ptr().add(self.start) }
+    }
 }
 
 /// Where a cache's regions lie. The caller holds the pages that it copies or digests, and a clone of the cache.

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "maps memory and hands out raw pointers to it")]
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -34,7 +35,9 @@ impl HostRegion {
     /// # Errors
     /// [`KernelError::Map`] if `bytes` is 0 or the system has not enough memory.
     pub fn new(bytes: usize) -> Result<Self, KernelError> {
-        Self::map(bytes, None)
+        let region = Self::map(bytes, None)?;
+        region.prefault(0..bytes)?;
+        Ok(region)
     }
 
     /// The same in a memory file that other processes of this host may map, sealed so that it keeps its size. A process that is handed
@@ -44,8 +47,21 @@ impl HostRegion {
     /// # Errors
     /// [`KernelError::Map`] as for [`new`](Self::new), or if the system makes no memory files.
     pub fn shareable(bytes: usize) -> Result<Self, KernelError> {
-        let file = memory_file(bytes).map_err(|source| KernelError::Map { bytes, source })?;
-        Self::map(bytes, Some(Arc::new(file)))
+        let region = Self::sparse(bytes)?;
+        region.prefault(0..bytes)?;
+        Ok(region)
+    }
+
+    /// A shareable region whose pages the system gives when they are first touched, or when [`prefault`](Self::prefault) asks for them.
+    ///
+    /// # Errors
+    /// As [`shareable`](Self::shareable), but for a lack of memory, which shows when a page is touched.
+    pub fn sparse(bytes: usize) -> Result<Self, KernelError> {
+        let failed = |source| KernelError::Map { bytes, source };
+        let file = Arc::new(memory_file(bytes).map_err(failed)?);
+        let region = Self::map(bytes, Some(Arc::clone(&file)))?;
+        seal(&file).map_err(failed)?;
+        Ok(region)
     }
 
     fn map(bytes: usize, file: Option<Arc<OwnedFd>>) -> Result<Self, KernelError> {
@@ -75,7 +91,6 @@ impl HostRegion {
                 return Err(failed(io::Error::last_os_error()));
             }
         }
-        region.prefault().map_err(failed)?;
         Ok(region)
     }
 
@@ -98,26 +113,39 @@ impl HostRegion {
         self.file.as_ref()
     }
 
-    fn prefault(&self) -> io::Result<()> {
+    /// Has the system give the pages of a part now, so that no later access to it faults.
+    ///
+    /// # Errors
+    /// [`KernelError::Map`] if the part lies outside the region, or the system has not enough memory.
+    pub fn prefault(&self, part: Range<usize>) -> Result<(), KernelError> {
+        let failed = |source| KernelError::Map { bytes: part.len(), source };
+        if part.start > part.end || part.end > self.bytes {
+            return Err(failed(io::ErrorKind::InvalidInput.into()));
+        }
+        // From the page in which it begins: the region begins at a page, too.
+        let first = part.start - part.start % page_bytes();
         #[cfg(all(target_os = "linux", not(miri)))]
         {
+            let (start, bytes) = (self.start.as_ptr().wrapping_add(first).cast(), part.end - first);
             // Only advice: a kernel without huge pages refuses it and nothing is lost but speed.
             // SAFETY: the range is this region's own mapping.
-            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_HUGEPAGE) };
+            unsafe { libc::madvise(start, bytes, libc::MADV_HUGEPAGE) };
             // SAFETY: the range is this region's own mapping, and populating it changes no byte.
-            let code = unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_POPULATE_WRITE) };
+            let code = unsafe { libc::madvise(start, bytes, libc::MADV_POPULATE_WRITE) };
             if code == 0 {
                 return Ok(());
             }
             let error = io::Error::last_os_error();
             if error.raw_os_error() != Some(libc::EINVAL) {
-                return Err(error);
+                return Err(failed(error));
             }
             // Linux before 5.14 does not know the advice: touch the pages by hand.
         }
-        for offset in (0..self.bytes).step_by(4096) {
-            // SAFETY: `offset < bytes`, and nobody else knows this mapping yet.
-            unsafe { self.start.as_ptr().wrapping_add(offset).write_volatile(0) };
+        for offset in (first..part.end).step_by(page_bytes()) {
+            let byte = self.start.as_ptr().wrapping_add(offset);
+            // SAFETY: `offset < bytes`; an atomic that adds nothing changes no byte, whoever uses the memory meanwhile.
+            let byte = unsafe { std::sync::atomic::AtomicU8::from_ptr(byte) };
+            byte.fetch_add(0, std::sync::atomic::Ordering::Relaxed);
         }
         Ok(())
     }
@@ -130,6 +158,12 @@ impl Drop for HostRegion {
     }
 }
 
+fn page_bytes() -> usize {
+    // SAFETY: it reads a constant of the system.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).ok().filter(|&bytes| bytes > 0).unwrap_or(4096)
+}
+
 fn memory_file(bytes: usize) -> io::Result<OwnedFd> {
     let checked = |code: libc::c_int| if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) };
     let length = libc::off_t::try_from(bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
@@ -140,10 +174,20 @@ fn memory_file(bytes: usize) -> io::Result<OwnedFd> {
     let file = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: it changes the length of a file of our own.
     checked(unsafe { libc::ftruncate(file.as_raw_fd(), length) })?;
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: it seals a file of our own.
-    checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
     Ok(file)
+}
+
+/// Fixes the size of a file that is mapped, and, where the system can (Linux 5.1), forbids everybody to map it for writing anew: who is
+/// handed the file may only read.
+fn seal(file: &OwnedFd) -> io::Result<()> {
+    let size = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    for seals in [size | libc::F_SEAL_FUTURE_WRITE, size] {
+        // SAFETY: it seals a file of our own.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } >= 0 {
+            return Ok(());
+        }
+    }
+    Err(io::Error::last_os_error())
 }
 
 /// Where a plane of a layer begins. Only an address: whoever dereferences it keeps the page rules.

@@ -42,6 +42,21 @@ fn a_large_region_begins_at_a_huge_page() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "makes memory files")]
+fn a_sparse_region_has_no_pages_until_they_are_asked_for_and_none_can_be_written_by_others() {
+    use std::os::unix::fs::MetadataExt as _;
+    let region = HostRegion::sparse(64 << 12).unwrap();
+    let file = std::fs::File::from(region.file().unwrap().try_clone().unwrap());
+    // In units of 512 bytes. One huge page may come instead of four small ones.
+    assert_eq!(file.metadata().unwrap().blocks(), 0);
+    region.prefault((5 << 12) + 1..9 << 12).unwrap();
+    assert!(file.metadata().unwrap().blocks() >= 4 * 8);
+    assert!(matches!(region.prefault(0..(64 << 12) + 1), Err(KernelError::Map { .. })));
+    let error = std::os::unix::fs::FileExt::write_at(&file, &[1], 0).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "the file is sealed");
+}
+
+#[test]
 fn readers_share_a_page_and_a_writer_is_alone() {
     let cache = cache(2, 4);
     let first = cache.guard_read(&ids(&[1, 2]), 0..2).unwrap();

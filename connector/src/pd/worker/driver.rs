@@ -26,6 +26,7 @@ use super::posting::Posting;
 use super::receiving::Receiving;
 use super::returning::Taking;
 use super::sending::Sending;
+use super::slabs::SlabPool;
 use super::unheard::Unheard;
 use super::{Board, Command, INPUTS, Input};
 use crate::config::ConnectorConfig;
@@ -70,6 +71,13 @@ pub(super) struct Driver {
     stopping: Option<(Instant, Outbox<()>)>,
 }
 
+/// The memory that a driver works in.
+pub(super) struct Memories {
+    pub(super) caches: Caches,
+    pub(super) keeping: Option<Keeping>,
+    pub(super) slabs: Arc<SlabPool>,
+}
+
 /// Where a driver speaks to: itself by way of other threads, and the engine.
 pub(super) struct Outlets<'a> {
     pub(super) inputs: &'a Inlet,
@@ -96,17 +104,17 @@ pub(super) enum Side {
 impl Driver {
     pub(super) fn new(
         config: ConnectorConfig,
-        caches: Caches,
+        memories: Memories,
         card: WorkerCard,
         transport: Arc<dyn Transport>,
         board: Arc<Board>,
-        keeping: Option<Keeping>,
         outlets: Outlets<'_>,
     ) -> Self {
         let Outlets { inputs, wake, messages } = outlets;
+        let Memories { caches, keeping, slabs } = memories;
         let tier = keeping.as_ref().map(|keeping| &keeping.memory);
         let movers = Movers::start(config.limits().movers.get().into(), &caches, tier, inputs, &board.tracer);
-        let posting = Posting::new(config.limits());
+        let posting = Posting::new(config.limits(), slabs);
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
             max_messages_per_peer: EARLY_MESSAGES / 4,

@@ -50,13 +50,14 @@ use kvferry_transport::{PeerAddress, Transport};
 
 use card::card;
 pub use card::{Refusal, greeting};
-use driver::{Driver, Outlets};
+use driver::{Driver, Memories, Outlets};
 use groups::LinkRate;
 use inlet::Inlet;
 use jobs::JobDone;
 use keeping::Keeping;
 use orders::Orders;
 use progress::Progress;
+use slabs::SlabPool;
 use step::{Handed, StepProgress};
 use tier_threads::{TierAnswer, TierThreads};
 
@@ -236,6 +237,7 @@ impl PdWorker {
             // A peer's blocks land in it directly.
             crate::raw::register(&*transport, &tier.memory().clone().into(), regions)?;
         }
+        let slabs = SlabPool::of(parts.config.limits(), &*transport)?;
         let tp_rank = parts.config.peer().tp_rank;
         let caches = Caches::new(parts.cache, parts.shard);
         let board = Arc::new(Board {
@@ -253,11 +255,10 @@ impl PdWorker {
         let keeping = tier.map(|tier| keeping(tier, &caches, &inputs)).transpose()?;
         let driver = Driver::new(
             parts.config,
-            caches,
+            Memories { caches, keeping, slabs },
             card,
             Arc::clone(&transport),
             Arc::clone(&board),
-            keeping,
             Outlets { inputs: &inputs, wake, messages: messages_out },
         );
         let end = CloseAtEnd(Arc::clone(&board));

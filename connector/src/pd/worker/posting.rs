@@ -68,11 +68,9 @@ enum Waiting {
 }
 
 impl Posting {
-    pub(super) fn new(limits: &Limits) -> Self {
-        let slabs = (limits.slab_pool_bytes / limits.chunk_bytes).max(1);
-        let slab_bytes = usize::try_from(limits.chunk_bytes).unwrap_or(usize::MAX);
+    pub(super) fn new(limits: &Limits, slabs: Arc<SlabPool>) -> Self {
         Self {
-            slabs: SlabPool::new(slab_bytes, usize::try_from(slabs).unwrap_or(usize::MAX)),
+            slabs,
             packed_run_bytes: limits.packed_run_bytes,
             writes: BTreeMap::new(),
             jobs: VecDeque::new(),
