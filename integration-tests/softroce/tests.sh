@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests that need an RDMA device, in a guest with soft-RoCE: tests.sh [FILTER]
 #
-# KVFERRY_SOFTROCE_LONG=1 adds transfers that are given up and, last, `pair` over RDMA, whose answers must be those of a single process.
-# A FILTER leaves that out. How often, if not as often as
+# Last comes `pair` over RDMA, whose answers must be those of a single process; a FILTER leaves that out. How often, if not as often as
 # the defaults below say: KVFERRY_RDMA_ROUNDS races of fences, KVFERRY_KILLS kills of either side, KVFERRY_ABORTS transfers that are
 # given up. Exit code 75: the guest's packages cannot be had here.
 set -euo pipefail
@@ -36,5 +35,5 @@ P
 # shellcheck disable=SC2016  # the guest's shell expands it
 exec "$here/run.sh" --timeout "${KVFERRY_SOFTROCE_LIMIT_S:-600}" --env RUST_BACKTRACE=1 \
     --env "KVFERRY_RDMA_ROUNDS=${KVFERRY_RDMA_ROUNDS:-40}" --env "KVFERRY_KILLS=${KVFERRY_KILLS:-2}" \
-    --env "KVFERRY_ABORTS=${KVFERRY_ABORTS:-100}" --env "KVFERRY_SOFTROCE_LONG=${KVFERRY_SOFTROCE_LONG:-}" \
+    --env "KVFERRY_ABORTS=${KVFERRY_ABORTS:-100}" \
     -- "$PWD" bash integration-tests/softroce/inside.sh "$programs" "${1-}"

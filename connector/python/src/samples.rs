@@ -54,6 +54,11 @@ impl Samples {
         }
     }
 
+    /// Nothing will be handed over under a first sample's name: the others must not tell it any more.
+    pub(crate) fn spent(&mut self, id: &RequestId) {
+        self.first.retain(|(_, first)| first.id != *id);
+    }
+
     /// A request ended; if it is a sample that hands nothing over, the name and the prompt of the first one.
     pub(crate) fn ended(&mut self, id: &RequestId) -> Option<(String, Prompt)> {
         let parent = self.others.remove(id)?;

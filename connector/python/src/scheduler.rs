@@ -74,7 +74,8 @@ impl Scheduler {
         let per_block = NonZeroU32::new(tokens_per_block);
         let per_block = per_block.ok_or_else(|| error::value("tokens_per_block is 0".to_owned()))?;
         let options = SchedulerOptions { tokens_per_block: per_block, reporters: config.tp_size(), layerwise: false };
-        let half = PdScheduler::new(options);
+        // The engine finds a block by its hash from the moment it is scheduled.
+        let half = PdScheduler::new(options).with_early_sharing();
         let half = if whole_blocks { half.with_whole_blocks() } else { half };
         let (addresses, requests, held, released, taken, samples) = Default::default();
         Ok(Self {
@@ -128,6 +129,9 @@ impl Scheduler {
         }
         let (TransferParams::Fetch { transfer, .. } | TransferParams::Keep { transfer, .. }) = &params;
         let is_new = state.take(*transfer);
+        if !is_new {
+            state.samples.spent(&id);
+        }
         if let TransferParams::Fetch { from, .. } = &params
             && state.is_here(*transfer, from)
         {
@@ -229,6 +233,7 @@ impl Scheduler {
         };
         if !known.is_admitted {
             state.half.unadmitted(&known.request);
+            state.samples.spent(&id);
             return Ok((false, None));
         }
         let how = if is_complete { EngineFinish::Complete } else { EngineFinish::Aborted };
@@ -238,9 +243,18 @@ impl Scheduler {
             // The engine itself holds the blocks of a load until its workers have reported its end.
             return Ok((false, None));
         }
-        let Hold::Until { transfer, .. } = hold else { return Ok((false, None)) };
-        state.held.insert(id, transfer);
+        let transfer = match &hold {
+            Hold::Until { transfer, .. } => *transfer,
+            Hold::Free => None,
+        };
         let is_offered = is_complete && transfer.is_some();
+        if !is_offered {
+            state.samples.spent(&id);
+        }
+        if hold == Hold::Free {
+            return Ok((false, None));
+        }
+        state.held.insert(id, transfer);
         let answer = || params::answer(py, &self.engine_id, &known.name, &state.addresses, &known.prompt);
         Ok((true, is_offered.then(answer).transpose()?))
     }
@@ -359,8 +373,13 @@ impl State {
     /// engine's own prefix cache has it.
     fn is_here(&mut self, transfer: TransferId, from: &[PeerAddress]) -> bool {
         let held = self.held.iter().find(|(_, of)| **of == Some(transfer)).map(|(id, _)| id);
-        let keeper = || self.requests.values().find(|known| known.keeps(transfer)).map(|known| &known.request.id);
-        let keeper = held.or_else(keeper).cloned();
+        let held = held.cloned();
+        let known = self.requests.values_mut().find(|known| known.keeps(transfer));
+        let keeper = held.or_else(|| known.as_ref().map(|known| known.request.id.clone()));
+        // One that has no blocks yet is computed like any other request.
+        if let Some(waiting) = known.filter(|known| !known.is_admitted) {
+            waiting.request.params = None;
+        }
         if let Some(keeper) = &keeper {
             self.half.unread(keeper);
         }
@@ -374,7 +393,10 @@ impl State {
         }
         let ids: Vec<RequestId> = requests.iter().map(|id| RequestId::new(id)).collect();
         for id in &ids {
-            let Some(known) = self.requests.get_mut(id).filter(|known| known.is_drawn) else { continue };
+            let Some(known) = self.requests.get_mut(id).filter(|known| known.is_drawn) else {
+                self.samples.spent(id);
+                continue;
+            };
             if let Some(TransferParams::Keep { transfer, .. }) = &mut known.request.params {
                 known.name = params::draw()?;
                 *transfer = known.prompt.transfer(&known.name);

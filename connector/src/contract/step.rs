@@ -119,8 +119,11 @@ pub struct Save {
     pub computed: u32,
     /// Tokens in the prompt; the save is the last one when `computed` reaches it.
     pub prompt_tokens: u32,
-    /// Leading positions that were in the cache before this step: computed earlier, shared, or brought by a tier.
+    /// Leading positions whose KV was in the cache before this step: computed by an earlier one, shared, or brought by a tier.
     pub ready: u32,
+    /// Leading positions that this step does not compute for this request: `ready` or more, since an engine may share what another
+    /// request of the same step computes.
+    pub cached: u32,
     /// Whether this is the request's first save, which begins the transfer. A later one whose transfer is over is void: the
     /// scheduler has not heard of the end yet.
     pub first: bool,
@@ -195,7 +198,7 @@ impl Load {
 
 impl StepMeta {
     /// Version of both values; scheduler and workers must agree.
-    pub const VERSION: u16 = 3;
+    pub const VERSION: u16 = 4;
 
     /// The bytes in which it goes to the workers, where they are other processes.
     ///

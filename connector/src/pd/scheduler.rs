@@ -22,7 +22,7 @@ mod keep;
 mod returning;
 mod tier;
 
-use keep::KeepState;
+use keep::{KeepState, SaveRules};
 use returning::Returning;
 use tier::{RestoreEnd, TierHalf};
 
@@ -41,8 +41,7 @@ pub struct SchedulerOptions {
 #[derive(Debug)]
 pub struct PdScheduler {
     options: SchedulerOptions,
-    /// What is loaded and kept is a multiple of so many tokens.
-    granule: u32,
+    rules: SaveRules,
     loads: BTreeMap<RequestId, LoadState>,
     keeps: BTreeMap<RequestId, KeepState>,
     /// Requests whose one load is behind them, until the engine finishes them.
@@ -73,7 +72,7 @@ impl PdScheduler {
     pub fn new(options: SchedulerOptions) -> Self {
         Self {
             options,
-            granule: 1,
+            rules: SaveRules { granule: 1, shares_early: false },
             loads: BTreeMap::new(),
             keeps: BTreeMap::new(),
             fetched: BTreeSet::new(),
@@ -90,7 +89,15 @@ impl PdScheduler {
     /// in an order of their own. Both sides must pack alike, which is for their manifests to say.
     #[must_use]
     pub const fn with_whole_blocks(mut self) -> Self {
-        self.granule = self.options.tokens_per_block.get();
+        self.rules.granule = self.options.tokens_per_block.get();
+        self
+    }
+
+    /// For an engine that registers a block's hash when it schedules it, not when it is computed: what a request finds in the cache may be
+    /// what another request of the same step computes, so it is handed over after the step and not before.
+    #[must_use]
+    pub const fn with_early_sharing(mut self) -> Self {
+        self.rules.shares_early = true;
         self
     }
 
@@ -181,7 +188,7 @@ impl PdScheduler {
             engine: engine.clone(),
             ask: ask.clone(),
             blocks: blocks[first_block.min(needed)..needed].to_vec(),
-            tokens: local_tokens..if external_tokens == 0 { end } else { end.next_multiple_of(self.granule) },
+            tokens: local_tokens..if external_tokens == 0 { end } else { end.next_multiple_of(self.rules.granule) },
             layerwise: self.options.layerwise,
         });
         Ok(())
@@ -323,7 +330,7 @@ impl PdScheduler {
         let keep = self.keeps.remove(&id).expect("looked up above");
         if keep.held {
             self.release_if_free(id, applied);
-        } else {
+        } else if keep.is_offered() {
             applied.unwanted.push(id);
         }
     }
@@ -431,7 +438,7 @@ impl Scheduler for PdScheduler {
                 meta.reading.push(request.id.clone());
             }
             let keep = self.keeps.get_mut(&request.id);
-            meta.saves.extend(keep.and_then(|keep| keep.save(request, self.granule)));
+            meta.saves.extend(keep.and_then(|keep| keep.save(request, self.rules)));
         }
         meta
     }
@@ -449,7 +456,7 @@ impl Scheduler for PdScheduler {
         if let Some(keep) = self.keeps.get_mut(request) {
             self.next.cancels.extend(keep.finish(request, how == EngineFinish::Aborted));
             keep.held = true;
-            transfer = Some(keep.transfer).filter(|_| !keep.is_preempted());
+            transfer = Some(keep.transfer).filter(|_| keep.is_offered());
             if keep.is_over(self.options.reporters.into()) {
                 self.keeps.remove(request);
             }

@@ -22,7 +22,7 @@ logger = init_logger("vllm.kvferry")
 
 # How long peers are given to hear of the end.
 _GRACE_SECONDS = 1.0
-# Counters are read at most so often.
+# Counters are read at most so often, and where transfers ended: no step may follow for long.
 _STATS_SECONDS = 1.0
 
 
@@ -36,7 +36,9 @@ class WorkerHalf:
         self._incarnation = incarnation
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._layers = {name: index for index, name in enumerate(layout.layer_names(kv_cache_config))}
+        # In micro-batches a layer is saved more than once in a step: then all of it is handed over when the step is complete.
+        layers = () if vllm_config.parallel_config.use_ubatching else layout.layer_names(kv_cache_config)
+        self._layers = {name: index for index, name in enumerate(layers)}
         self._worker: kvferry.Worker | None = None
         self._saves = False
         self._released: list[str] = []
@@ -44,6 +46,7 @@ class WorkerHalf:
         self._report: bytes | None = None
         self._counters: dict[str, int | float] = {}
         self._counted_at = 0.0
+        self._has_ended = False
 
     @property
     def worker(self) -> kvferry.Worker:
@@ -117,6 +120,7 @@ class WorkerHalf:
         for request_id, reason in polled.failed:
             logger.warning("the KV of request %s was not loaded: %s", request_id, reason)
         sent, self._released = set(self._released), []
+        self._has_ended |= bool(sent or polled.received or polled.failed)
         return eras.transfer_results(sent, set(polled.received), failed=polled.failed_requests)
 
     def take_bad_blocks(self) -> set[int]:
@@ -129,9 +133,9 @@ class WorkerHalf:
 
     def take_stats(self) -> KvFerryStats | None:
         now = time.monotonic()
-        if self._worker is None or now - self._counted_at < _STATS_SECONDS:
+        if self._worker is None or (now - self._counted_at < _STATS_SECONDS and not self._has_ended):
             return None
-        self._counted_at = now
+        self._counted_at, self._has_ended = now, False
         counters = self._worker.counters()
         stats = KvFerryStats({key: value - self._counters.get(key, 0) for key, value in counters.items()})
         self._counters = counters

@@ -24,8 +24,19 @@ pub(super) struct KeepState {
     ended: BTreeMap<TpRank, u32>,
     /// Its blocks are gone; nothing begins under this transfer any more.
     preempted: bool,
+    /// Nobody will come for it.
+    unread: bool,
     /// The engine has finished the request and left its blocks here.
     pub(super) held: bool,
+}
+
+/// How saves of an engine are told.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SaveRules {
+    /// Tokens are told in whole multiples of this.
+    pub(super) granule: u32,
+    /// The engine shares blocks that are still to be computed by the same step.
+    pub(super) shares_early: bool,
 }
 
 impl KeepState {
@@ -39,13 +50,14 @@ impl KeepState {
             begun: 0,
             ended: BTreeMap::new(),
             preempted: false,
+            unread: false,
             held: false,
         }
     }
 
     /// Whether a step must tell what it computes of the request.
     pub(super) const fn is_open(&self) -> bool {
-        !self.preempted && self.computed < self.prompt_tokens
+        !self.preempted && !self.unread && self.computed < self.prompt_tokens
     }
 
     /// The request was given blocks again.
@@ -62,13 +74,16 @@ impl KeepState {
         has_begun
     }
 
-    /// A step computes some of it. With `granule`, its tokens are told in whole multiples of that.
-    pub(super) fn save(&mut self, request: &ScheduledRequest, granule: u32) -> Option<Save> {
+    /// A step computes some of it.
+    pub(super) fn save(&mut self, request: &ScheduledRequest, how: SaveRules) -> Option<Save> {
+        let SaveRules { granule, shares_early } = how;
         let computed = request.tokens.end.min(self.prompt_tokens);
-        if self.preempted || computed <= self.computed {
+        if self.preempted || self.unread || computed <= self.computed {
             return None;
         }
         let first = self.computed == 0;
+        let cached = request.tokens.start.min(computed);
+        let ready = if shares_early { self.computed } else { cached };
         self.begun += u32::from(first);
         self.computed = computed;
         let prompt_tokens = self.prompt_tokens.next_multiple_of(granule);
@@ -80,14 +95,15 @@ impl KeepState {
             blocks: request.blocks.clone(),
             computed: if computed == self.prompt_tokens { prompt_tokens } else { computed },
             prompt_tokens,
-            ready: request.tokens.start.min(computed),
+            ready,
+            cached,
             first,
         })
     }
 
     /// The engine has finished the request; returns what the workers must be told.
     pub(super) fn finish(&mut self, id: &RequestId, is_aborted: bool) -> Option<Cancel> {
-        let cut_short = !self.preempted && (is_aborted || self.computed < self.prompt_tokens);
+        let cut_short = !self.preempted && !self.unread && (is_aborted || self.computed < self.prompt_tokens);
         // Once it has begun, the worker knows whom it is with, and whether it is over.
         let waiting = (self.computed == 0).then(|| Readers { to: self.to.clone(), count: self.readers });
         let cancel = Cancel { request: id.clone(), transfer: self.transfer, side: Side::Keep, waiting };
@@ -99,11 +115,11 @@ impl KeepState {
 
     /// Nobody will come for it; returns what the workers must be told.
     pub(super) fn unread(&mut self, id: &RequestId) -> Option<Cancel> {
-        if self.preempt() {
-            let (request, transfer) = (id.clone(), self.transfer);
-            return Some(Cancel { request, transfer, side: Side::Keep, waiting: None });
+        if std::mem::replace(&mut self.unread, true) || self.preempted || self.computed == 0 {
+            return None;
         }
-        None
+        let (request, transfer) = (id.clone(), self.transfer);
+        Some(Cancel { request, transfer, side: Side::Keep, waiting: None })
     }
 
     /// A rank reports an end; returns whether one was owed.
@@ -117,16 +133,16 @@ impl KeepState {
     /// Whether no worker owes a report, of so many.
     pub(super) fn is_over(&self, reporters: usize) -> bool {
         let all_spoke = self.ended.values().filter(|&&ended| ended == self.begun).count() >= reporters;
-        if self.begun == 0 { self.preempted } else { all_spoke }
+        if self.begun == 0 { self.preempted || self.unread } else { all_spoke }
     }
 
-    /// Whether its blocks are gone.
-    pub(super) const fn is_preempted(&self) -> bool {
-        self.preempted
+    /// Whether somebody may come for it.
+    pub(super) const fn is_offered(&self) -> bool {
+        !self.preempted && !self.unread
     }
 
     /// Whether the request may still be kept anew.
     pub(super) const fn may_begin_again(&self) -> bool {
-        self.preempted && !self.held
+        self.preempted && !self.unread && !self.held
     }
 }

@@ -329,6 +329,33 @@ fn both_values_come_back_from_their_bytes() {
 }
 
 #[test]
+fn what_another_request_of_the_step_may_compute_is_not_ready_before_it() {
+    for (early, ready) in [(false, [32, 40]), (true, [0, 40])] {
+        let mut s = scheduler(1);
+        if early {
+            s = s.with_early_sharing();
+        }
+        s.allocated(&keep("p", 64), &blocks(4), 32, 0).unwrap();
+        for (tokens, ready) in [(32..40, ready[0]), (40..64, ready[1])] {
+            let meta = s.build_step(&step("p", tokens.clone(), 4));
+            let [save] = meta.saves.as_slice() else { panic!("{meta:?}") };
+            assert_eq!((save.ready, save.cached, save.computed), (ready, tokens.start, tokens.end), "{early}");
+        }
+    }
+}
+
+#[test]
+fn a_keep_that_nobody_will_read_and_whose_blocks_are_taken_is_ended_first() {
+    let mut s = scheduler(1);
+    s.allocated(&keep("p", 64), &blocks(4), 0, 0).unwrap();
+    s.build_step(&step("p", 0..32, 4));
+    s.unread(&RequestId::new("p"));
+    s.preempted(&[RequestId::new("p")]);
+    let meta = s.build_step(&ScheduledStep::default());
+    assert_eq!(meta.preempted, [RequestId::new("p")], "the worker ends it before the pages are written");
+}
+
+#[test]
 fn a_keep_that_nobody_will_read_ends_at_any_point_of_its_request() {
     for (name, computed, is_finished) in [
         ("before anything was computed", 0, false),

@@ -166,6 +166,7 @@ impl Driver {
             computed: end,
             prompt_tokens: end,
             ready: end,
+            cached: end,
             first: true,
         };
         let mut entry = Sending::new(Sender::new(began, config), &part, &save, began);

@@ -143,7 +143,7 @@ impl StepProgress {
         if so_far.request != save.request {
             return; // The driver refuses it: what it computes is not what the transfer carries.
         }
-        self.clock.tokens += u64::from(save.computed.saturating_sub(so_far.computed.max(save.ready)));
+        self.clock.tokens += u64::from(save.computed.saturating_sub(so_far.computed.max(save.cached)));
         so_far.computed = save.computed;
         let rest = save.prompt_tokens.saturating_sub(save.computed);
         let end = if rest == 0 { save.computed } else { save.computed / self.tokens_per_block * self.tokens_per_block };
@@ -334,6 +334,7 @@ mod tests {
             computed,
             prompt_tokens: 100,
             ready: 0,
+            cached: 0,
             first,
         };
         StepMeta { saves: vec![save], ..StepMeta::default() }

@@ -62,6 +62,37 @@ def test_16_blocks_that_prefill_had_in_its_cache_are_exported_like_those_it_comp
     duo.until_free()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_16b_blocks_that_another_request_of_the_step_computes_are_exported_after_it(make_duo: Maker, tp: int, is_kept: bool) -> None:
+    duo = make_duo(tp=tp, prefill={"tp": tp}, decode={"tp": tp})
+    duo.hand_over("first", prompt(40, seed=9))
+    system = prompt(96)
+    tokens = system + prompt(30, seed=1)
+    request = duo.ask("r", tokens)
+    for _ in range(20):
+        duo.decode.step()
+    # vLLM finds the blocks of "other" by their hashes as soon as it has scheduled them.
+    if is_kept:
+        duo.prefill_now("other", system + prompt(30, seed=2))
+    else:
+        duo.prefill.add("other", system + prompt(30, seed=2), 1, None)
+    duo.prefill_now("r", tokens)
+    duo.until_loaded("r")
+    assert request.num_computed_tokens == 126
+    assert duo.decode.wrong_tokens("r", 126) == []
+    duo.until_finished("r")
+    local = duo.decode.add("local", system + prompt(50, seed=3), 3, None)
+    duo.decode.step()
+    assert duo.decode.local_hit("local") == 96 and duo.decode.wrong_tokens("local", 96) == []
+    duo.until_finished("local")
+    assert local.num_output_tokens == 3
+    if is_kept:
+        duo.decode.add("other", system + prompt(30, seed=2), 1, duo.prefill.finished("other").kv_transfer_params)
+    duo.until_free()
+    assert duo.decode.counted.get("digest_mismatches", 0) == 0
+
+
 def test_17a_an_abort_after_the_end_does_not_free_what_is_not_sent(duo: Duo) -> None:
     tokens = prompt(80)
     params = duo.prefilled("r", tokens)

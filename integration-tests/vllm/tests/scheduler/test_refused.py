@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from harness.connectors import new_transfer
 from harness.model import prompt
 from harness.side import Side
 from vllm.v1.engine import FinishReason
@@ -56,6 +57,33 @@ def test_both_legs_at_one_engine_need_no_hand_over_and_keep_nothing(make_duo: Ma
     stats = duo.prefill.outputs["d"][0].prefill_stats
     assert stats.num_local_cached_tokens > 0, "the engine's own prefix cache has the prompt"
     duo.until_free()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_both_legs_at_one_engine_keep_nothing_though_the_prefill_leg_still_waits(make_duo: Maker, tp: int) -> None:
+    config = {"lease_ttl_ms": 600_000}
+    duo = make_duo(prefill_config=config, prefill_role="kv_both", tp=tp, prefill={"tp": tp}, decode={"tp": tp})
+    transfer = new_transfer()
+    duo.prefill.add("p", prompt(80), 1, duo.connector.prefill_leg(transfer))
+    duo.prefill.add("d", prompt(80), 4, duo.connector.decode_first_leg(transfer))
+    duo.until(lambda: duo.prefill.finished("d") is not None, "the end of the decode leg")
+    duo.until_free()
+
+
+def test_samples_of_a_leg_whose_keep_is_spent_offer_nothing(make_duo: Maker) -> None:
+    duo = make_duo(prefill={"max_batched_tokens": 48})
+    transfer = new_transfer()
+    for name in ("0_r", "1_r"):
+        duo.prefill.add(name, prompt(120), 1, duo.connector.prefill_leg(transfer))
+    duo.prefill.step()
+    assert duo.prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    duo.until(lambda: all(duo.prefill.finished(name) for name in ("0_r", "1_r")), "both samples")
+    assert [duo.prefill.finished(name).kv_transfer_params for name in ("0_r", "1_r")] == [None, None]
+    # A router that tries the leg a second time under the same name is told the same.
+    for name in ("0_s", "1_s"):
+        duo.prefill.add(name, prompt(120), 1, duo.connector.prefill_leg(transfer))
+    duo.until(lambda: all(duo.prefill.finished(name) for name in ("0_s", "1_s")), "both samples")
+    assert [duo.prefill.finished(name).kv_transfer_params for name in ("0_s", "1_s")] == [None, None]
 
 
 def test_a_leg_that_the_connector_refuses_is_computed_and_counted_and_prefill_lets_go(make_duo: Maker) -> None:
