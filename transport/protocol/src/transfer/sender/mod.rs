@@ -467,6 +467,11 @@ impl Sender {
             }
             State::Aborting { .. } | State::Ending { .. } | State::Closed => return false,
         }
+        // A receiver that never came has nothing to say; should it come, it is told that it is too late.
+        if matches!(why, Verdict::Failed(_)) && self.link.last_session.is_none() {
+            self.decide(why);
+            return true;
+        }
         self.say(Message::Abort(Abort { transfer: self.config.transfer, why: why.clone() }));
         self.state = State::Aborting { why, word_by: now + self.config.word };
         self.lease.release();
