@@ -41,7 +41,7 @@ pub trait Transport: Send + Sync + 'static {
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError>;
 
     /// Starts to reach a peer and keeps trying, with back-off, until [`disconnect`](Transport::disconnect). The outcome is an
-    /// event: [`Event::Up`], or [`Event::Down`] with the reason for each failed attempt. Asking again is harmless.
+    /// event: [`Event::Up`], [`Event::Found`], or [`Event::Down`] with the reason for each failed attempt. Asking again is harmless.
     ///
     /// # Errors
     /// [`TransportError::Limit`] if too many peers are being reached.
@@ -307,6 +307,14 @@ pub enum Event {
         greeting: Bytes,
         /// Which way payload goes.
         path: PathReport,
+    },
+    /// Who is at an address that was dialled: a peer with which there is a session already, which stays. The address is tried again when
+    /// that has ended.
+    Found {
+        /// Who.
+        peer: PeerId,
+        /// Which address.
+        address: PeerAddress,
     },
     /// A session ended, or an attempt to reach an address failed. All grants to the peer are revoked and all posts to it have
     /// ended before this event.

@@ -366,6 +366,33 @@ fn crossing_dials_leave_a_session_that_works_both_ways() {
     }
 }
 
+#[test]
+fn a_peer_that_dialled_is_found_at_its_own_address_and_its_session_stays() {
+    for (first, second) in [("a", "b"), ("b", "a")] {
+        let (mut dialler, mut other) = (node(first, config(), 4096), node(second, config(), 4096));
+        dialler.meet(&mut other);
+        let at = dialler.transport.local_address();
+        // Found again as often as it is asked for.
+        for _ in 0..2 {
+            other.transport.connect(&at).unwrap();
+            let found = other.wait("Found", |event| matches!(event, Event::Found { .. } | Event::Up { .. }));
+            let Event::Found { peer, address } = found else { panic!("{first}: {found:?}") };
+            assert_eq!((peer, address), (dialler.peer.clone(), at));
+            other.transport.forget(&at);
+        }
+        assert!(write_once(&mut dialler, &mut other) && write_once(&mut other, &mut dialler), "{first}");
+        let events: Vec<_> = dialler.drain().into_iter().chain(other.drain()).collect();
+        assert!(!events.iter().any(|event| matches!(event, Event::Down { .. } | Event::Up { .. })), "{events:?}");
+        // When the session is over, the address leads to a new one.
+        other.transport.connect(&at).unwrap();
+        other.wait("Found", |event| matches!(event, Event::Found { .. }));
+        dialler.transport.disconnect(&other.peer, "the test's end");
+        other.wait_down(&dialler.peer);
+        let Event::Up { address, .. } = other.wait_up(&dialler.peer) else { unreachable!("wait_up gives Up") };
+        assert_eq!(address, Some(at));
+    }
+}
+
 /// The first bytes of region 0.
 fn front(bytes: u64) -> Pages {
     let piece = Piece { region: RegionId::new(0), offset: 0, loops: vec![], run_bytes: bytes };

@@ -55,6 +55,21 @@ def test_a_prompt_is_carried_when_both_are_asked_at_once(engines):
     assert params["transfer_id"] == "x-1", "the router's own name goes on"
 
 
+def test_two_engines_that_do_both_load_from_each_other_over_one_session(engines):
+    one, other = engines("p", "both"), engines("d", "both")
+    for turn, (prefill, decode) in enumerate([(one, other), (other, one), (one, other)]):
+        name, ours, theirs = f"x-{turn}", blocks_for(97, 2), blocks_for(97, 12)
+        # The params name no engine, only its address.
+        params = {"do_remote_prefill": True, "transfer_id": name, "remote_addresses": [prefill.worker.address]}
+        decode.load(f"d{turn}", 97, theirs, params)
+        prefill.prefill(f"p{turn}", 97, ours, seed=turn, params={"do_remote_decode": True, "transfer_id": name})
+        wait_for("the load", lambda: f"d{turn}" in decode.received, decode, prefill)
+        assert not decode.failed
+        assert_carried(prefill, decode, ours, theirs)
+        wait_for("the release", lambda: f"p{turn}" in prefill.released, prefill, decode)
+    assert (one.worker.counters()["sessions_lost"], other.worker.counters()["sessions_lost"]) == (0, 0)
+
+
 def test_chunks_of_a_prompt_are_carried_as_they_are_computed(engines):
     prefill, decode = engines("p", "prefill"), engines("d", "decode")
     ours, theirs = blocks_for(97, 2), blocks_for(97, 12)

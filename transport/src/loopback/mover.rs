@@ -111,7 +111,9 @@ fn dial(
     let (ours, theirs) =
         if shared.number < number { (&mut low_state, &mut high_state) } else { (&mut high_state, &mut low_state) };
     if ours.ends.contains_key(&remote.peer) {
-        return Ok(remote.peer.clone()); // it was quicker
+        // It was quicker, or has another address.
+        shared.core.events.push(Event::Found { peer: remote.peer.clone(), address });
+        return Ok(remote.peer.clone());
     }
     if ours.superseded.contains(&remote.peer) || theirs.superseded.contains(&shared.peer) {
         return Err(refused(io::ErrorKind::ConnectionAborted));

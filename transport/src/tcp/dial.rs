@@ -21,11 +21,11 @@ impl Driver<'_> {
     pub(super) fn dial_target(&mut self, address: SocketAddr) {
         let waiting = self.targets.get_mut(&address).filter(|target| target.state == TargetState::Waiting);
         let Some(target) = waiting else { return };
-        if target.peer.as_ref().is_some_and(|peer| self.by_peer.contains_key(peer)) {
+        if let Some(peer) = target.peer.as_ref().filter(|peer| self.by_peer.contains_key(*peer)).cloned() {
             // It dialled us meanwhile; that session is as good.
-            return self.retry(address);
+            return self.found(address, peer);
         }
-        target.state = TargetState::Dialling;
+        (target.state, target.dialled_at) = (TargetState::Dialling, Some(Instant::now()));
         let lanes = self.lanes_to(address);
         let identity = self.introduce(lanes, 0);
         if let Err(reason) = self.dial(address, Introduction::Peer(identity)) {

@@ -294,11 +294,11 @@ impl Driver<'_> {
         let peer = pending.identity.peer.clone();
         // Both dialled at once, and the other session was quicker.
         let is_needless = match pending.dialled {
-            Some(_) => self.is_needless(&peer),
+            Some(address) => self.is_needless(&peer, address),
             None => self.dialled_session_with(&peer) && self.shared.peer < peer,
         };
         if is_needless {
-            return pending.dialled.map_or((), |address| self.retry(address));
+            return pending.dialled.map_or((), |address| self.found(address, peer));
         }
         if self.superseded.contains(&peer) {
             // Replaced while its lanes were coming.

@@ -103,6 +103,11 @@ impl Session {
         }
     }
 
+    /// Since when it is up.
+    pub(crate) const fn born(&self) -> Instant {
+        self.born
+    }
+
     /// Lets the peer read payload where it lies, if that was agreed.
     pub(crate) fn lender(&self) -> Option<&Lender> {
         self.sharing.as_ref().map(|sharing| &sharing.lender)

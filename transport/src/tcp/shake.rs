@@ -12,7 +12,7 @@ use super::pending::Pending;
 use super::socket;
 use super::strangers::Source;
 use super::stream::Stream;
-use crate::api::PathKind;
+use crate::api::{Event, PathKind, PeerAddress};
 use crate::core::{Counters, random};
 use crate::error::TransportError;
 
@@ -83,7 +83,8 @@ impl Driver<'_> {
             return Err(Declined::Superseded);
         }
         if self.dialled_session_with(them) && us < them {
-            return Err(Declined::Duplicate);
+            // It learns whom it found, and that this is no session.
+            return Ok((Verdict::Peer(self.introduce(identity.lanes, NO_SESSION)), Decided::Declined));
         }
         if !self.is_known(them) && self.live.len() + self.pending.len() >= self.shared.config.max_peers {
             return Err(Declined::Full);
@@ -143,8 +144,8 @@ impl Driver<'_> {
                 if !handshake.stream.names(&peer.engine) {
                     return self.missed(address, None, unnamed(address.to_string(), &peer));
                 }
-                if self.is_needless(&peer) {
-                    return self.retry(address);
+                if identity.session == NO_SESSION || self.is_needless(&peer, address) {
+                    return self.found(address, peer);
                 }
                 let (number, lanes) = (identity.session, self.lanes_asked(address, &identity));
                 let mut pending = Pending {
@@ -203,11 +204,26 @@ impl Driver<'_> {
         (identity.lanes == self.lanes_to(address)).then_some(identity.lanes)
     }
 
-    /// Whether there is a session with the peer that is to be kept instead of a new one that we dialled.
-    pub(super) fn is_needless(&self, peer: &PeerId) -> bool {
-        // Both dialled at once: the session that the smaller one dialled stays. Else it is looked at again later whether the session
-        // that the peer dialled is still there.
-        self.is_known(peer) && (self.dialled_session_with(peer) || self.shared.peer > *peer)
+    /// There is a session with who is at an address, or its end is not known here yet.
+    pub(super) fn found(&mut self, address: SocketAddr, peer: PeerId) {
+        if self.is_known(&peer) {
+            if let Some(target) = self.targets.get_mut(&address) {
+                target.peer = Some(peer.clone());
+            }
+            self.shared.core.events.push(Event::Found { peer, address: PeerAddress::Tcp(address) });
+        }
+        self.retry(address);
+    }
+
+    /// Whether there is a session with the peer that is to be kept instead of a new one that we dialled at an address.
+    pub(super) fn is_needless(&self, peer: &PeerId, address: SocketAddr) -> bool {
+        let dialled_at = self.targets.get(&address).and_then(|target| target.dialled_at);
+        self.session_with(peer).is_some_and(|session| {
+            // Both dialled at once: the session that the smaller one dialled stays. One that was there before stays, too: transfers are
+            // under way in it. It is looked at again later whether it is still there.
+            let is_older = dialled_at.is_none_or(|at| session.born() < at);
+            session.address.is_some() || self.shared.peer > *peer || is_older
+        })
     }
 
     fn is_known(&self, peer: &PeerId) -> bool {
@@ -227,6 +243,9 @@ impl Driver<'_> {
         }
     }
 }
+
+/// The number by which a listener says that the session that there is stays.
+const NO_SESSION: u64 = 0;
 
 fn unnamed(address: String, peer: &PeerId) -> TransportError {
     let problem = format!("its certificate does not name the engine {}, and `names` asks for that", peer.engine);

@@ -1,7 +1,7 @@
 //! An address that is to be reached, and kept reached.
 //!
 //! States: `Waiting -> Dialling -> Up(session)`, back to `Waiting` from either. `Waiting` while the peer is up over a
-//! session that it dialled itself changes nothing: the time comes again.
+//! session of another address, or that it dialled itself, changes nothing: the time comes again.
 
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,8 @@ pub(crate) struct Target {
     /// Who was there the last time.
     pub(crate) peer: Option<PeerId>,
     pub(crate) state: TargetState,
+    /// When it was dialled last.
+    pub(crate) dialled_at: Option<Instant>,
     back_off: Duration,
 }
 
@@ -32,7 +34,7 @@ pub(crate) struct BackOff {
 
 impl Target {
     pub(crate) fn new(back_off: &BackOff) -> Self {
-        Self { peer: None, state: TargetState::Waiting, back_off: back_off.first }
+        Self { peer: None, state: TargetState::Waiting, dialled_at: None, back_off: back_off.first }
     }
 
     pub(crate) fn reached(&mut self, peer: &PeerId, session: SessionKey, back_off: &BackOff) {

@@ -23,6 +23,7 @@ impl Driver {
                 self.down(peer.as_ref(), address, &reason);
                 self.count_paths();
             }
+            Event::Found { peer, address } => self.found(&peer, address),
             Event::Message { peer, message } => self.message(peer, &message),
             Event::Posted { post, outcome } => self.post_ended(post, outcome),
             Event::Landed { peer, grant, notification, bytes, .. } => self.landed(&peer, grant, bytes, &notification),
@@ -73,6 +74,18 @@ impl Driver {
         }
     }
 
+    /// An address leads to a peer that is up already: what waits for the address goes on in that session.
+    fn found(&mut self, peer: &PeerId, address: PeerAddress) {
+        let Some(session) = self.peers.found(peer, address) else { return };
+        self.board.reached().insert(address);
+        for ended in self.peers.take_farewells(address) {
+            self.send(peer, &Message::Ended(ended));
+        }
+        for (transfer, _) in self.transfers_where(|entry| entry.waits_for(peer, Some(address)), |_| false) {
+            self.attach(transfer, peer, session);
+        }
+    }
+
     /// A peer that has another cache, or would not speak when we wait.
     fn send_away(&mut self, peer: &PeerId, address: Option<PeerAddress>, refusal: &str) {
         tracing::warn!(%peer, refusal, "peer refused");
@@ -108,8 +121,9 @@ impl Driver {
     fn down(&mut self, peer: Option<&PeerId>, address: Option<PeerAddress>, reason: &TransportError) {
         if let Some(peer) = peer {
             tracing::info!(%peer, ?address, reason = full(reason), "session ended");
-            if self.peers.down(peer) {
+            if let Some(addresses) = self.peers.down(peer) {
                 self.board.metrics.sessions_lost_total.add(1);
+                self.board.reached().retain(|reached| !addresses.contains(reached));
             }
             self.early.peer_down(peer);
             let dropped = self.unheard.peer_down(peer);

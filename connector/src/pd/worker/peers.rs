@@ -45,7 +45,6 @@ struct Session {
     number: u64,
     /// The protocol version that is spoken in it.
     version: u16,
-    address: Option<PeerAddress>,
     path: PathReport,
     heads: Range<u16>,
     tp_size: u16,
@@ -135,16 +134,24 @@ impl Peers {
             self.missed.remove(&address);
         }
         let (heads, tp_size) = (card.held_heads(), card.tp_size);
-        self.up.insert(peer, Session { number, version, address, path, heads, tp_size });
+        self.up.insert(peer, Session { number, version, path, heads, tp_size });
     }
 
-    /// A session ended; returns whether it was accepted before.
-    pub(super) fn down(&mut self, peer: &PeerId) -> bool {
-        let Some(session) = self.up.remove(peer) else { return false };
-        if let Some(address) = session.address {
-            self.by_address.remove(&address);
-        }
-        true
+    /// An address leads to a peer; returns the number of its session, if it is up and was accepted.
+    pub(super) fn found(&mut self, peer: &PeerId, address: PeerAddress) -> Option<u64> {
+        let session = self.session(peer)?;
+        self.by_address.insert(address, peer.clone());
+        self.doubtful.remove(&address);
+        self.missed.remove(&address);
+        Some(session)
+    }
+
+    /// A session ended; returns the addresses that led to it, if it was accepted before.
+    pub(super) fn down(&mut self, peer: &PeerId) -> Option<Vec<PeerAddress>> {
+        self.up.remove(peer)?;
+        let led: Vec<_> = self.by_address.iter().filter(|(_, of)| *of == peer).map(|(&address, _)| address).collect();
+        led.iter().for_each(|address| drop(self.by_address.remove(address)));
+        Some(led)
     }
 
     /// The number of the session with a peer that is up.
