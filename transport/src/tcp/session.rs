@@ -109,9 +109,13 @@ impl Session {
     }
 
     /// The next frame for a lane.
-    pub(crate) fn next_frame(&self, frame_bytes: u64) -> Option<FrameCut> {
+    pub(crate) fn next_frame(&self, core: &Core, frame_bytes: u64) -> Option<FrameCut> {
         let Some(verbs) = self.verbs() else {
-            return self.outbox.next_frame(frame_bytes, self.version, self.lender());
+            let cut = self.outbox.next_frame(core, frame_bytes, self.version, self.lender());
+            if cut.is_some() && self.outbox.take_missed() {
+                self.ring_lanes();
+            }
+            return cut;
         };
         let cut = lock(&self.for_lanes).pop_front();
         if cut.is_some() {
@@ -123,6 +127,11 @@ impl Session {
     /// The thread that carries payload by RDMA devices, if the session's path is that.
     pub(crate) fn verbs(&self) -> Option<&Arc<Verbs>> {
         self.rdma.as_ref().filter(|_| self.is_by_device.load(Ordering::SeqCst))
+    }
+
+    /// Whether lanes carry all payload.
+    pub(crate) fn is_by_lanes(&self) -> bool {
+        self.verbs().is_none() && !self.ucx_carries()
     }
 
     /// Takes the path by RDMA devices, which was proved; before that the session is not known to those who post and grant.
