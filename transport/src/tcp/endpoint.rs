@@ -368,8 +368,9 @@ impl Transport for Tcp {
         limit("bytes of a message", message.len(), MAX_MESSAGE_BYTES)?;
         let session = self.shared.session(peer)?;
         let header = FrameHeader::with_body(FrameKind::Message, &message);
-        session.queue_control(header, &message, self.shared.config.max_queued_message_bytes)?;
-        self.shared.waker.wake();
+        if session.send_control(header, &message, self.shared.config.max_queued_message_bytes)? {
+            self.shared.waker.wake();
+        }
         Ok(())
     }
 
