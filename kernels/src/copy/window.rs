@@ -18,8 +18,6 @@ use super::raw::{self, RegionTable};
 
 /// How many stretches that do not abut are kept of one window. With more, nothing is known.
 const MAX_STRETCHES: usize = 1 << 16;
-/// With how many of them it is looked whether they are long enough.
-const SOME_STRETCHES: usize = 256;
 
 /// The digests of a window's parts.
 ///
@@ -85,6 +83,8 @@ struct Box5 {
 impl WindowDigests {
     /// Stretches that are shorter than this on average cost more to keep than their digest: then nothing is known.
     pub const MIN_STRETCH_BYTES: u64 = 2 << 10;
+    /// So many stretches cost little, however short they are.
+    pub const FEW_STRETCHES: u64 = 256;
 
     /// For a window onto `memory`, or out of it: the view holds the window's layers and heads, and all tokens that pass. `None` if the
     /// runs of the planes differ in length, or the view does not hold those.
@@ -185,7 +185,8 @@ impl State {
         let before = self.stretches.range(..end).next_back().map(|(&from, &(to, of))| (from, to, of));
         let is_taken = before.is_some_and(|(_, to, _)| to > start);
         let count = self.stretches.len();
-        let are_short = count > SOME_STRETCHES && self.bytes < count as u64 * WindowDigests::MIN_STRETCH_BYTES;
+        let are_many = count as u64 > WindowDigests::FEW_STRETCHES;
+        let are_short = are_many && self.bytes < count as u64 * WindowDigests::MIN_STRETCH_BYTES;
         if is_taken || are_short || end > window.bytes || count >= MAX_STRETCHES {
             return None;
         }

@@ -151,8 +151,9 @@ impl Driver {
         let threshold = self.posting.packed_run_bytes.unwrap_or_else(direct);
         let pack = plan.run_bytes_min() < threshold;
         let bytes = plan.bytes();
-        let is_watched =
-            !pack && plan.run_bytes_min() >= WindowDigests::MIN_STRETCH_BYTES && self.transport.watches(&peer);
+        let is_cheap =
+            || plan.run_bytes_min() >= WindowDigests::MIN_STRETCH_BYTES || plan.runs() <= WindowDigests::FEW_STRETCHES;
+        let is_watched = !pack && is_cheap() && self.transport.watches(&peer);
         let watch = is_watched.then(|| self.leaving(write, rect, &peer, &plan)).flatten();
         self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });
         let queue = if returns { &mut self.posting.later } else { &mut self.posting.jobs };
