@@ -273,6 +273,7 @@ fn check_window(of: &OneSide, selection: &Selection, parts: u32, seed: u64) {
     for at in (1..pieces.len()).rev() {
         pieces.swap(at, next(at as u64 + 1) as usize);
     }
+    let are_many = pieces.len() as u64 > WindowDigests::FEW_STRETCHES;
     let last = pieces.pop();
     for (part, stretch) in pieces {
         digests.passed(part, stretch, || RegionTable::over(&mut memory.0));
@@ -285,7 +286,10 @@ fn check_window(of: &OneSide, selection: &Selection, parts: u32, seed: u64) {
         if part % 3 == 1 && other.len() == tokens.len() {
             assert_eq!(digests.take(part as u32, &extents(other)), None, "other bytes than those that passed");
         } else {
-            assert_eq!(digests.take(part as u32, &extents(tokens)), Some(want(tokens, &memory)), "{tokens:?}");
+            let found = digests.take(part as u32, &extents(tokens));
+            // Of very many short stretches nothing may be known.
+            let is_known = !are_many || found.is_some();
+            assert_eq!(found, is_known.then(|| want(tokens, &memory)), "{tokens:?}");
         }
     }
     digests.passed(99, stretch, || unreachable!("nothing is hashed twice"));
