@@ -92,8 +92,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, default_value_t = 1000)]
     pub(crate) requests: u32,
     /// Whether every byte is digested on both sides, and compared, as the connector does it.
-    #[arg(long, value_enum, default_value_t = Switch::On)]
-    pub(crate) digest: Switch,
+    #[arg(long, value_enum, default_value_t = DigestBy::On)]
+    pub(crate) digest: DigestBy,
     /// One round and few requests over little memory: whether it works, in a few seconds; no figures to believe.
     #[arg(long, conflicts_with_all = ["rounds", "requests", "memory"])]
     pub(crate) quick: bool,
@@ -225,9 +225,14 @@ impl Direction {
     }
 }
 
+/// Who digests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum Switch {
+pub(crate) enum DigestBy {
+    /// The threads that carry the bytes, where there are such; else threads of their own.
     On,
+    /// Threads of their own.
+    Movers,
+    /// Nobody.
     Off,
 }
 

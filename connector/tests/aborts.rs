@@ -178,7 +178,9 @@ impl Pair {
             _ => format!("['{path}', 'uds']"),
         };
         // A test makes a few of them.
-        let extra = String::leak(format!("{extra}\npaths = {paths}"));
+        // One half is packed and digested by movers, the other is sent as it lies and digested on its way out.
+        let packed = if order == "prefill-first" { "packed_run_bytes = 0" } else { "" };
+        let extra = String::leak(format!("{extra}\npaths = {paths}\n{packed}"));
         let setup = Setup { order, extra, psk: Some(psk), ..Setup::prefill() };
         let prefill = Engine::new(&setup, &make);
         let decode = Engine::new(&Setup { name: "decode", role: "decode", layout: "BHLPNC", ..setup }, &make);

@@ -15,7 +15,7 @@ use kvferry_protocol::message::{
 };
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::transfer::Rect;
-use kvferry_protocol::{EngineId, Generation, Incarnation, PeerId, PpRank, TpRank, TransferId, codec};
+use kvferry_protocol::{EngineId, Generation, Incarnation, LayerId, PeerId, PpRank, TpRank, TransferId, codec};
 use kvferry_transport::testing::{Flow, Proxy, ProxyPlan, Towards};
 use kvferry_transport::{
     Event, FaultPlan, GrantKey, LoopbackConfig, LoopbackNetwork, PeerAddress, Slab, Source, Transport, Write,
@@ -149,6 +149,36 @@ fn nothing_changes_under_a_guard_once_a_layer_is_verified() {
         assert_eq!(digest_of(&decode, 0..1), good, "bytes changed under a read guard, after they were verified");
     }
     drop(guard);
+}
+
+#[test]
+fn a_digest_of_what_landed_is_no_word_about_what_did_not() {
+    use kvferry_protocol::digest::run_hash;
+    let network = LoopbackNetwork::new();
+    let mut liar = Liar::new(&network, &Setup::prefill());
+    let make = |config: &ConnectorConfig, greeting: bytes::Bytes| -> Arc<dyn Transport> {
+        Arc::new(network.endpoint(config.peer().clone(), greeting, LoopbackConfig::default(), FaultPlan::NONE))
+    };
+    let mut decode = Engine::new(&Setup { layout: "BLPNHC", ..Setup::decode() }, &make);
+    let request = fetch("d", 1, 4, liar.address());
+    let blocks = decode.blocks(0, 4);
+    start_load(&mut decode, &request, &blocks, 0);
+    let (peer, grant, windows) = liar.wait_grant();
+    let (key, _, shape) = &windows[0];
+    let layer_bytes = shape.bytes() / u64::from(LAYERS);
+    let run_bytes = shape.layout().shape().run_bytes[0] as usize;
+    let mut digest = Digest::ZERO;
+    for (plane, head) in (0..2).flat_map(|plane| (0..HEADS).map(move |head| (plane, head))) {
+        let run = vec![7; run_bytes];
+        (0..4).for_each(|token| digest.add_run(run_hash(LayerId::new(0), plane, head, token, &run)));
+    }
+    // Layer 0 lands, with its own digest; but it is said to be layer 1.
+    let Grant { transfer, generation, .. } = grant;
+    let wrote = Wrote { transfer, generation, sequence: 0, rect: Rect::new(0..4, 1..2).unwrap(), digest };
+    let bytes = vec![7; layer_bytes as usize];
+    liar.write(&peer, *key, &wrote, vec![Extent::contiguous(0, layer_bytes)], bytes);
+    let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
+    assert!(applied.failed[0].reason.contains("digest"), "{:?}", applied.failed);
 }
 
 #[test]

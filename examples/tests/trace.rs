@@ -56,7 +56,9 @@ async fn each_write_is_packed_then_shipped_then_lands_then_is_verified_on_one_cl
         }
         for (chunk, &(shipped, acknowledged)) in &ship {
             let (packed, landed, verified) = (pack[chunk].1, land[chunk].0, verify[chunk].0);
-            assert!(packed <= shipped, "{name} {chunk:?}: shipped at {shipped}, before it was packed at {packed}");
+            // What is sent as it lies is digested on its way out.
+            let sent = if name == "direct" { acknowledged } else { shipped };
+            assert!(packed <= sent, "{name} {chunk:?}: shipped at {sent}, before it was packed at {packed}");
             assert!(shipped <= landed, "{name} {chunk:?}: landed at {landed}, before it was shipped at {shipped}");
             assert!(landed <= verified, "{name} {chunk:?}: verified at {verified}, before it landed at {landed}");
             assert!(acknowledged >= shipped);

@@ -13,11 +13,12 @@ use kvferry_protocol::{PeerId, RegionId};
 
 use crate::credentials::Credentials;
 use crate::error::TransportError;
+use crate::watch::{Landing, Leaving};
 
 /// One way of moving bytes between this endpoint and its peers.
 ///
 /// All calls return at once, except [`revoke`](Transport::revoke) and [`seal`](Transport::seal), which wait for a lane that is inside a read into the grant
-/// (one system call), and [`poll`](Transport::poll), which waits up to its time-out. Any thread may call; events come out in the
+/// (one system call, and the look of a [`Landing`] at what it brought), and [`poll`](Transport::poll), which waits up to its time-out. Any thread may call; events come out in the
 /// order in which the transport learned of them, to whoever polls.
 pub trait Transport: Send + Sync + 'static {
     /// What this transport is called on command lines, in metrics and in logs.
@@ -68,6 +69,16 @@ pub trait Transport: Send + Sync + 'static {
     /// if there are too many grants.
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError>;
 
+    /// The same with a watch over what lands. It is let go when the grant is revoked. A transport whose payload no thread of ours carries
+    /// shows it nothing, or not all: who needs to know counts.
+    ///
+    /// # Errors
+    /// As [`grant`](Transport::grant).
+    fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
+        drop(watch);
+        self.grant(peer, pages)
+    }
+
     /// Withdraws a grant. After this returns no byte of it lands, ever; it needs no word from the peer. Revoking again, or a
     /// grant that ended with its session, returns at once.
     fn revoke(&self, grant: GrantKey);
@@ -82,6 +93,23 @@ pub trait Transport: Send + Sync + 'static {
     /// # Errors
     /// The write is handed back in [`PostError`]; nothing was sent then.
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>>;
+
+    /// Whether the threads that carry payload to this peer can look at it ([`post_watched`](Transport::post_watched)).
+    fn watches(&self, peer: &PeerId) -> bool {
+        let _ = peer;
+        false
+    }
+
+    /// Posts with a watch over what leaves, which says last what the notification is; that of `write` is not used. It is let go when the
+    /// post ends. If it has nothing to tell the post ends with [`TransportError::Refused`].
+    ///
+    /// # Errors
+    /// As [`post`](Transport::post); and where the peer's payload cannot be watched.
+    fn post_watched(&self, peer: &PeerId, write: Write, watch: Arc<dyn Leaving>) -> Result<PostId, Box<PostError>> {
+        drop(watch);
+        let reason = TransportError::Refused { reason: format!("payload to {peer} is not watched here") };
+        Err(Box::new(PostError { write, reason }))
+    }
 
     /// Stops all posts under one grant of a peer: what was not handed to the network is dropped. After this returns none of their
     /// sources is read any more, or, where the receiver reads them itself, nothing that it reads counts. Each ends in its one [`Event::Posted`], which may have to wait for the receiver's answer.

@@ -20,6 +20,7 @@ mod tcp;
 pub mod testing;
 pub mod tls;
 pub mod ucx;
+mod watch;
 
 #[cfg(feature = "planted")]
 pub use self::core::Planted;
@@ -28,3 +29,4 @@ pub use credentials::Credentials;
 pub use error::TransportError;
 pub use loopback::{FaultPlan, FaultRates, Loopback, LoopbackConfig, LoopbackNetwork};
 pub use tcp::{ConfigError, Tcp, TcpConfig, TcpConfigFile};
+pub use watch::{Landing, Leaving};

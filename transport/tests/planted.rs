@@ -36,6 +36,7 @@ fn case_of(bug: Planted) -> Case {
         }
         Planted::PostCreditLost | Planted::GrantCreditLost => testing::what_is_limited_comes_back,
         Planted::RoomNotTold => testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing,
+        Planted::LookUnguarded => testing::watches_look_no_more_after_a_revoke_or_a_cancel,
         Planted::SlabKept => testing::a_packed_source_is_let_go_with_its_post,
         Planted::FillerAtOnce => testing::what_lands_is_what_was_posted,
         Planted::PatternSpoilt => |_| panic!("it needs a device: see rdma.rs"),

@@ -71,6 +71,45 @@ fn a_write_cancelled_by_its_sender_ends_at_the_receiver_too() {
     assert!(b.memory.is_all(0, 4096, 0));
 }
 
+/// Messages are written by who sends them, or by the control thread when that is at it or the socket took only a part.
+#[test]
+fn messages_of_many_threads_arrive_whole_and_each_threads_in_order() {
+    const THREADS: usize = 4;
+    const EACH: usize = 400;
+    // It reads no more than a few messages ahead of who polls, so that the socket is full most of the time.
+    let few = TcpConfigFile { max_events: 16, ..config() };
+    let (mut a, mut b) = (node("a", config(), 64), node("b", few, 64));
+    a.meet(&mut b);
+    let message = |thread: usize, number: usize| {
+        let mut bytes = vec![(thread * 31 + number) as u8; 1 + (number * 7919 + thread * 104_729) % 50_000];
+        bytes.extend([thread as u8, (number >> 8) as u8, number as u8]);
+        Bytes::from(bytes)
+    };
+    let (transport, to) = (&*a.transport, &b.peer.clone());
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            scope.spawn(move || {
+                for number in 0..EACH {
+                    let deadline = Instant::now() + PATIENCE;
+                    while let Err(error) = transport.send(to, message(thread, number)) {
+                        assert!(matches!(error, TransportError::Limit { .. }), "{error}");
+                        assert!(Instant::now() < deadline, "the queue stays full");
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
+        let mut next = [0; THREADS];
+        for _ in 0..THREADS * EACH {
+            let event = b.wait("a message", |event| matches!(event, Event::Message { .. }));
+            let Event::Message { message: found, .. } = event else { unreachable!("the filter takes only messages") };
+            let thread = usize::from(found[found.len() - 3]);
+            assert!(found == message(thread, next[thread]), "message {} of thread {thread}", next[thread]);
+            next[thread] += 1;
+        }
+    });
+}
+
 #[test]
 fn a_peer_that_asks_without_end_and_reads_no_answer_is_sent_away() {
     let mut b = node("b", config(), 64);

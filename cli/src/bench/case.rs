@@ -36,6 +36,8 @@ pub(crate) struct Case {
     pub(crate) direction: Direction,
     /// Whether bytes are digested on both sides.
     pub(crate) digest: bool,
+    /// Whether threads of their own digest, and not those that carry the bytes.
+    pub(crate) movers: bool,
     /// Whether bytes are compared with what was sent.
     pub(crate) verify: bool,
     /// A byte to spoil.
@@ -80,7 +82,17 @@ impl Case {
         }
         let batch = batch.min(blocks);
         let direction = Direction::Push;
-        Ok(Self { block_bytes, blocks, batch, posts, direction, digest: true, verify: false, spoil: None })
+        Ok(Self {
+            block_bytes,
+            blocks,
+            batch,
+            posts,
+            direction,
+            digest: true,
+            movers: false,
+            verify: false,
+            spoil: None,
+        })
     }
 
     /// Whether a case that came from the other side is one that [`Case::new`] makes.

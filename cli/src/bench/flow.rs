@@ -1,14 +1,16 @@
 //! One transfer of blocks in one direction, and the threads that digest for it.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_kernels::copy;
-use kvferry_protocol::layout::{CacheView, KvLayout, Selection, Shard};
+use kvferry_kernels::copy::{self, WindowDigests};
+use kvferry_protocol::layout::{CacheView, KvLayout, RawWindow, Selection, Shard, WindowShape};
+use kvferry_protocol::pages::Extent;
 use kvferry_protocol::{BlockId, PeerId};
-use kvferry_transport::{GrantKey, Source, Transport, Write};
+use kvferry_transport::{GrantKey, Landing, Leaving, Source, Transport, Write};
 
 use super::arena::Lent;
 use super::case::{Case, Span};
@@ -27,24 +29,72 @@ pub(crate) struct Ground {
 /// Blocks on their way out.
 pub(crate) struct Outgoing {
     pub(crate) ground: Arc<Ground>,
-    pub(crate) source: Lent,
+    pub(crate) source: Arc<Lent>,
     pub(crate) to: PeerId,
     pub(crate) grant: GrantKey,
     pub(crate) span: Span,
+    /// Digests of what leaves, where the transport's threads take them.
+    pub(crate) watch: Option<Arc<Watch>>,
 }
 
 /// Blocks that a peer sends here.
 pub(crate) struct Incoming {
     pub(crate) ground: Arc<Ground>,
-    pub(crate) target: Lent,
+    pub(crate) target: Arc<Lent>,
     pub(crate) grant: GrantKey,
     pub(crate) span: Span,
+    /// Digests of what lands, where the transport's threads take them.
+    pub(crate) watch: Option<Arc<Watch>>,
+}
+
+/// Digests of the blocks of a span, taken while they pass.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    digests: WindowDigests,
+    memory: Arc<Lent>,
+    /// Where a byte is to be spoilt when it landed.
+    spoil: Option<u64>,
+}
+
+/// The same for one write on its way out.
+#[derive(Debug)]
+struct WatchedWrite {
+    watch: Arc<Watch>,
+    write: u32,
+    extent: Extent,
 }
 
 impl Ground {
     pub(crate) fn new(transport: Arc<dyn Transport>, case: Case) -> Self {
         let (layout, source_order, target_order) = (case.layout(), case.source_order(), case.target_order());
         Self { transport, case, layout, source_order, target_order }
+    }
+
+    /// Digests for the transport's threads to take, if the case has such: `order` are the span's blocks.
+    pub(crate) fn watch(&self, memory: &Arc<Lent>, order: &[u32], span: Span, is_target: bool) -> Option<Arc<Watch>> {
+        if !self.case.digest || self.case.movers {
+            return None;
+        }
+        let blocks: Vec<BlockId> = order.iter().map(|block| BlockId::new(*block)).collect();
+        let shape = self.layout.shape();
+        let first_token = span.first * shape.tokens_per_block;
+        let window = WindowShape::try_from(RawWindow {
+            order: self.layout.order(),
+            tokens_per_block: shape.tokens_per_block,
+            blocks: span.count,
+            run_bytes: shape.run_bytes.clone(),
+            layers: 0..shape.layers,
+            heads: 0..shape.heads,
+            first_token,
+        });
+        let view = CacheView { layout: &self.layout, shard: Shard::default(), blocks: &blocks, first_token };
+        let digests = WindowDigests::new(&window.ok()?, &view)?;
+        let spoil = (is_target && self.case.spoil == Some(Spoil::Target)).then(|| u64::from(order[0]));
+        Some(Arc::new(Watch {
+            digests,
+            memory: Arc::clone(memory),
+            spoil: spoil.map(|block| block * self.case.block_bytes),
+        }))
     }
 
     /// The digest of a write's blocks where they lie, keyed by their places in the order.
@@ -69,18 +119,25 @@ impl Outgoing {
         let Ground { case, source_order, transport, .. } = &*self.ground;
         let part = self.span.write(write, case.batch);
         let blocks = part.of(self.span.of(source_order));
-        let digest = match case.digest {
+        let watch = self.watch.as_ref().filter(|_| transport.watches(&self.to));
+        let digest = match case.digest && watch.is_none() {
             true => self.ground.digest(&self.source, blocks, self.span.first + part.first)?,
             false => 0,
         };
+        let extent = part.extent(case.block_bytes);
+        let watch = watch.map(|watch| WatchedWrite { watch: Arc::clone(watch), write, extent: extent.clone() });
         let write = Write {
             grant: self.grant,
             sequence: write,
-            extents: vec![part.extent(case.block_bytes)],
+            extents: vec![extent],
             source: Source::Pages(vec![case.pages(self.source.id(), blocks)]),
             notification: Bytes::copy_from_slice(&digest.to_le_bytes()),
         };
-        match transport.post(&self.to, write) {
+        let posted = match watch {
+            Some(watch) => transport.post_watched(&self.to, write, Arc::new(watch)),
+            None => transport.post(&self.to, write),
+        };
+        match posted {
             Ok(_) => Ok(()),
             Err(error) => Err(CliError::Transport { what: "a write was not taken".to_owned(), source: error.reason }),
         }
@@ -88,16 +145,46 @@ impl Outgoing {
 }
 
 impl Incoming {
+    /// Closes a write's part of the window and compares its digest with the sender's, if it was taken when the write landed.
+    pub(crate) fn check_taken(&self, write: u32, digest: u64) -> Option<bool> {
+        let watch = self.watch.as_ref()?;
+        let case = &self.ground.case;
+        let extents = [self.span.write(write, case.batch).extent(case.block_bytes)];
+        self.ground.transport.seal(self.grant, &extents);
+        Some(watch.digests.take(write, &extents)?.get() == digest)
+    }
+
     /// Closes a write's part of the window, so that it can be read, and compares its digest with the sender's.
     fn check(&self, write: u32, digest: u64) -> Result<bool, CliError> {
         let Ground { case, target_order, transport, .. } = &*self.ground;
         let part = self.span.write(write, case.batch);
         transport.seal(self.grant, &[part.extent(case.block_bytes)]);
         let blocks = part.of(self.span.of(target_order));
-        if case.spoil == Some(Spoil::Target) && write == 0 {
+        if case.spoil == Some(Spoil::Target) && write == 0 && self.watch.is_none() {
             self.target.spoil(u64::from(blocks[0]) * case.block_bytes);
         }
         Ok(self.ground.digest(&self.target, blocks, self.span.first + part.first)? == digest)
+    }
+}
+
+impl Landing for Watch {
+    fn landed(&self, sequence: u32, stretch: Range<u64>) {
+        if let Some(at) = self.spoil.filter(|_| stretch.start == 0) {
+            self.memory.spoil(at);
+        }
+        self.digests.passed(sequence, stretch, || self.memory.table());
+    }
+}
+
+impl Leaving for WatchedWrite {
+    fn leaves(&self, stretch: Range<u64>) {
+        self.watch.digests.passed(self.write, stretch, || self.watch.memory.table());
+    }
+
+    fn notification(&self) -> Result<Bytes, String> {
+        let digest = self.watch.digests.take(self.write, std::slice::from_ref(&self.extent));
+        let digest = digest.ok_or("what left is not what was to be sent")?;
+        Ok(Bytes::copy_from_slice(&digest.get().to_le_bytes()))
     }
 }
 

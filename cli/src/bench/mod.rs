@@ -3,8 +3,8 @@
 //! The measuring side orders, the other one serves; both are this command. A *case* is one block size; a *pass* moves all its
 //! blocks once, in scattered order on either side; a *request* moves a few. Bytes move through the transport's public interface only:
 //! the receiver grants a window of scattered blocks, the sender posts writes of `--batch` blocks out of scattered blocks. With digests
-//! each write's bytes are digested where they lie before it is posted, and again where they landed, by threads of their own, as the
-//! connector does it.
+//! each write's bytes are digested where they lie before they are sent, and again where they landed: by the threads that carry them, where
+//! the transport has such, or by threads of their own, as the connector does it.
 
 mod arena;
 mod case;
@@ -28,7 +28,7 @@ use kvferry::config::PreSharedKey;
 use kvferry_transport::PathReport;
 use serde::Serialize;
 
-use crate::args::{BenchArgs, Switch};
+use crate::args::{BenchArgs, DigestBy};
 use crate::error::CliError;
 use crate::size::Size;
 use case::Case;
@@ -85,8 +85,8 @@ fn cases(options: &BenchArgs) -> Result<Vec<Case>, CliError> {
     }
     let case = |block: &Size| {
         let case = Case::new(block.0, options.blocks, options.batch, options.posts, options.memory.0)?;
-        let digest = options.digest == Switch::On;
-        Ok(Case { direction: options.direction, digest, verify: options.verify, spoil: options.spoil, ..case })
+        let (digest, movers) = (options.digest != DigestBy::Off, options.digest == DigestBy::Movers);
+        Ok(Case { direction: options.direction, digest, movers, verify: options.verify, spoil: options.spoil, ..case })
     };
     options.block.iter().map(case).collect()
 }

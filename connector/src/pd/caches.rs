@@ -178,7 +178,8 @@ impl Caches {
         copy::gather_with_digest(plan, &self.table(), &other.table()).map_err(|error| error.to_string())
     }
 
-    fn table(&self) -> RegionTable {
+    /// Where the regions lie, for who holds the pages: by guards, or by the engine's word.
+    pub(crate) fn table(&self) -> RegionTable {
         crate::raw::table(&self.cache)
     }
 

@@ -6,6 +6,7 @@
 mod hash;
 mod pack;
 mod raw;
+mod window;
 
 use kvferry_protocol::RegionId;
 use kvferry_protocol::digest::{Digest, HeadKey};
@@ -13,6 +14,7 @@ use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, PlanError, Selecti
 
 pub use pack::pack_with_digest;
 pub use raw::RegionTable;
+pub use window::WindowDigests;
 
 /// Why a copy was refused; nothing was moved.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

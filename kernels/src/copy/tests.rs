@@ -3,6 +3,8 @@
 #[path = "../../../transport/protocol/tests/layout_model/mod.rs"]
 mod layout_model;
 
+use std::ops::Range;
+
 use kvferry_protocol::digest::run_hash;
 use kvferry_protocol::layout::{KvShape, LayoutOrder, Place, WindowShape, plan, window_pages};
 use kvferry_protocol::{BlockId, LayerId};
@@ -216,4 +218,120 @@ fn a_packed_window_scatters_into_the_receivers_memory() {
         }
     }
     assert_eq!(next as u64, window.bytes());
+}
+
+/// Shows parts of a window in random pieces and a random order; parts are bands of tokens.
+fn check_window(of: &OneSide, selection: &Selection, parts: u32, seed: u64) {
+    let size = of.layout.shape().tokens_per_block;
+    let first_token = of.first_token + (selection.tokens.start - of.first_token) / size * size;
+    let blocks = &of.blocks[((first_token - of.first_token) / size) as usize..];
+    let count = (selection.tokens.end - first_token).div_ceil(size) as usize;
+    let blocks = &blocks[..count];
+    let (layers, heads) = (selection.layers.clone(), selection.heads.clone());
+    let (window, _) = window_pages(&of.layout, of.shard, blocks, first_token, layers.clone(), heads.clone()).unwrap();
+    let mut memory = Memory::telling(&of.layout);
+    let want = |tokens: &Range<u32>, memory: &Memory| {
+        let selection = Selection { layers: layers.clone(), heads: heads.clone(), tokens: tokens.clone() };
+        naive_digest(of, &selection, memory)
+    };
+    // The memory's blocks may be of another size than the window's: a sender's are.
+    let view = CacheView { first_token: of.first_token, ..of.view() };
+    let is_even = of.layout.shape().run_bytes.iter().all(|&bytes| bytes == of.layout.shape().run_bytes[0]);
+    let digests = WindowDigests::new(&window, &view);
+    assert_eq!(digests.is_some(), is_even);
+    let Some(digests) = digests else { return };
+    let (window_layout, ids) = (window.layout(), window.block_ids());
+    let step = (selection.tokens.len() as u32).div_ceil(parts).max(1);
+    let bands: Vec<Range<u32>> = (selection.tokens.start..selection.tokens.end)
+        .step_by(step as usize)
+        .map(|start| start..(start + step).min(selection.tokens.end))
+        .collect();
+    let extents = |tokens: &Range<u32>| {
+        let selection = Selection { layers: layers.clone(), heads: heads.clone(), tokens: tokens.clone() };
+        plan(&of.view(), &window.view(&window_layout, &ids), &selection).unwrap().window_extents().unwrap()
+    };
+    let mut random = seed | 1;
+    let mut next = move |below: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random % below
+    };
+    let mut pieces = Vec::new();
+    for (part, tokens) in bands.iter().enumerate() {
+        for extent in extents(tokens) {
+            extent.for_each_run(|start| {
+                let (mut at, end) = (start, start + extent.run_bytes);
+                while at < end {
+                    let bytes = (1 + next(3 * extent.run_bytes)).min(end - at);
+                    pieces.push((part as u32, at..at + bytes));
+                    at += bytes;
+                }
+            });
+        }
+    }
+    for at in (1..pieces.len()).rev() {
+        pieces.swap(at, next(at as u64 + 1) as usize);
+    }
+    let are_many = pieces.len() as u64 > WindowDigests::FEW_STRETCHES;
+    let last = pieces.pop();
+    for (part, stretch) in pieces {
+        digests.passed(part, stretch, || RegionTable::over(&mut memory.0));
+    }
+    let Some((late, stretch)) = last else { return };
+    assert_eq!(digests.take(late, &extents(&bands[late as usize])), None, "a byte is missing");
+    digests.passed(late, stretch.clone(), || RegionTable::over(&mut memory.0));
+    for (part, tokens) in bands.iter().enumerate().filter(|(part, _)| *part as u32 != late) {
+        let other = bands.iter().find(|other| *other != tokens).unwrap();
+        if part % 3 == 1 && other.len() == tokens.len() {
+            assert_eq!(digests.take(part as u32, &extents(other)), None, "other bytes than those that passed");
+        } else {
+            let found = digests.take(part as u32, &extents(tokens));
+            // Of very many short stretches nothing may be known.
+            let is_known = !are_many || found.is_some();
+            assert_eq!(found, is_known.then(|| want(tokens, &memory)), "{tokens:?}");
+        }
+    }
+    digests.passed(99, stretch, || unreachable!("nothing is hashed twice"));
+    digests.passed(100, 0..1, || unreachable!("nothing is known any more"));
+}
+
+#[test]
+fn digests_of_a_windows_parts_are_those_of_their_runs_however_the_bytes_pass() {
+    let run = prop_oneof![Just(16_u32), Just(64), 1..70_u32];
+    let runs = prop_oneof![
+        4 => run.clone().prop_map(|bytes| vec![bytes, bytes]),
+        1 => (run.clone(), run.clone()).prop_map(|(k, v)| vec![k, v]),
+        2 => run.prop_map(|bytes| vec![bytes]),
+    ];
+    let cases =
+        (prop::sample::select(ORDERS.to_vec()), any_selection(), runs, any_allocation(), 1..5_u32, any::<u64>())
+            .prop_flat_map(|(order, selection, runs, from, parts, seed)| {
+                let side = any_side(order.into(), from, runs, selection.clone());
+                (side, Just(selection), Just(parts), Just(seed))
+            });
+    let mut runner = TestRunner::new(Config { cases: 150, failure_persistence: None, ..Config::default() });
+    runner
+        .run(&cases, |(side, selection, parts, seed)| {
+            check_window(&side, &selection, parts, seed);
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn bytes_that_pass_in_two_parts_are_known_in_none() {
+    let (side, selection) = small_side();
+    let (window, _) = window_pages(&side.layout, side.shard, &side.blocks, 0, 0..2, 0..2).unwrap();
+    let mut memory = Memory::telling(&side.layout);
+    let all = [kvferry_protocol::pages::Extent::contiguous(0, window.bytes())];
+    for again in [0..1, 40..50, window.bytes() - 1..window.bytes()] {
+        let digests = WindowDigests::new(&window, &side.view()).unwrap();
+        digests.passed(0, 0..window.bytes(), || RegionTable::over(&mut memory.0));
+        digests.passed(1, again, || RegionTable::over(&mut memory.0));
+        assert_eq!(digests.take(0, &all), None);
+    }
+    let digests = WindowDigests::new(&window, &side.view()).unwrap();
+    digests.passed(0, 0..window.bytes(), || RegionTable::over(&mut memory.0));
+    assert_eq!(digests.take(0, &all), Some(naive_digest(&side, &selection, &memory)));
 }

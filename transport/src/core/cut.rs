@@ -1,7 +1,9 @@
 //! Cutting a write into frames.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::{
     FrameHeader, FrameKind, Loan, MAX_NOTIFICATION_BYTES, MAX_TABLE_BYTES, encode_table, extent_table_bytes,
@@ -9,9 +11,11 @@ use kvferry_protocol::wire::{
 };
 
 use super::post::Post;
+use super::runs::RunList;
 use crate::ffi::MAX_RUNS;
 use crate::raw::RawRun;
 use crate::share::Lender;
+use crate::watch::Leaving;
 
 /// Cuts fall on multiples of this, unless they fall on a border between runs: memory is copied faster from aligned addresses.
 const CUT_BYTES: u64 = 64;
@@ -33,7 +37,9 @@ pub(crate) struct FrameCut {
 
 impl FrameCut {
     /// Cuts frame `frame` of a post, which begins at byte `from` and has at most about `frame_bytes`. Its payload is lent if `lender`
-    /// can. `None` if the post ended.
+    /// can. `None` if the post ended. What a watch is shown of the post it is shown here; an error is its own.
+    ///
+    /// Frame 0 carries the notification. Of a watched post that is its last one, since the watch must have seen all of it.
     pub(crate) fn new(
         post: &Arc<Post>,
         from: u64,
@@ -41,16 +47,20 @@ impl FrameCut {
         frame_bytes: u64,
         version: u16,
         lender: Option<&Lender>,
-    ) -> Option<Self> {
+    ) -> Result<Option<Self>, String> {
         let mut runs = Vec::new();
-        let source = post.read_source()?;
+        let Some(source) = post.read_source() else { return Ok(None) };
         let want = post.bytes.min(from + frame_bytes) - from;
         // One run is left for the head.
         let got = source.append_runs(from, from + want, MAX_RUNS - 1, &mut runs);
         let bytes = align(&runs, got, got == post.bytes - from, frame_bytes);
         let (extents, bytes) = cut_extents(post, from, bytes);
         shorten(&mut runs, bytes);
-        let notification: &[u8] = if frame == 0 { &post.notification } else { &[] };
+        let (frame, notification) = match source.watch() {
+            Some(watch) => show(watch, &extents, frame, from + bytes == post.bytes)?,
+            None if frame == 0 => (0, post.notification.clone()),
+            None => (frame, Bytes::new()),
+        };
         let loan = lender.and_then(|lender| {
             let lent = lender.locate(&runs)?;
             let (slot, token) = source.lend(post, lender)?;
@@ -66,7 +76,7 @@ impl FrameCut {
             }
             None => FrameKind::Data,
         };
-        encode_table(&extents, notification, &mut table);
+        encode_table(&extents, &notification, &mut table);
         let header = FrameHeader {
             grant: post.grant.0,
             sequence: post.sequence,
@@ -80,7 +90,25 @@ impl FrameCut {
         let mut head = header.encode(version).to_vec();
         head.append(&mut table);
         let (post, is_lent) = (Arc::clone(post), kind == FrameKind::Lend);
-        Some(Self { post, payload_bytes: bytes, head, runs, is_lent, frame, extents })
+        Ok(Some(Self { post, payload_bytes: bytes, head, runs, is_lent, frame, extents }))
+    }
+}
+
+/// Shows a frame to the post's watch. Returns the frame's number and what it tells the receiver.
+fn show(watch: &dyn Leaving, extents: &[Extent], frame: u32, is_last: bool) -> Result<(u32, Bytes), String> {
+    if let Some(runs) = RunList::of_extents(extents) {
+        runs.walk(0, runs.bytes(), |_, offset, bytes| {
+            watch.leaves(offset..offset + bytes);
+            ControlFlow::Continue(())
+        });
+    }
+    if !is_last {
+        return Ok((frame + 1, Bytes::new()));
+    }
+    let notification = watch.notification()?;
+    match notification.len() {
+        0..=MAX_NOTIFICATION_BYTES => Ok((0, notification)),
+        found => Err(format!("a notification of {found} bytes is over the limit of {MAX_NOTIFICATION_BYTES}")),
     }
 }
 

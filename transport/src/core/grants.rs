@@ -20,6 +20,7 @@ use super::window::Window;
 use crate::api::GrantKey;
 use crate::error::TransportError;
 use crate::raw::RawRun;
+use crate::watch::Landing;
 
 /// Numbers the sessions of one endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -39,10 +40,19 @@ pub(crate) struct Grant {
 struct Life {
     alive: bool,
     seals: Seals,
+    /// Let go when the grant dies.
+    watch: Option<Arc<dyn Landing>>,
 }
 
 /// Proof that the grant is alive and stays so while this is held.
-pub(crate) struct Placing<'a>(#[expect(dead_code, reason = "held for its drop")] RwLockReadGuard<'a, Life>);
+pub(crate) struct Placing<'a>(RwLockReadGuard<'a, Life>);
+
+impl Placing<'_> {
+    /// Who looks at what was placed.
+    pub(crate) fn watch(&self) -> Option<&Arc<dyn Landing>> {
+        self.0.watch.as_ref()
+    }
+}
 
 impl Grant {
     pub(crate) fn window_bytes(&self) -> u64 {
@@ -114,6 +124,15 @@ impl Grant {
         appended
     }
 
+    /// Waits for the lanes that are placing; none places after it.
+    fn die(&self) {
+        let mut life = self.change();
+        life.alive = false;
+        let watch = life.watch.take();
+        drop(life);
+        drop(watch); // outside the lock: it may have a drop of its own
+    }
+
     fn alive(&self) -> Result<RwLockReadGuard<'_, Life>, Refusal> {
         let life = self.life.read().unwrap_or_else(PoisonError::into_inner);
         if life.alive { Ok(life) } else { Err(Refusal::UnknownGrant) }
@@ -162,9 +181,15 @@ impl GrantTable {
         }
     }
 
-    pub(crate) fn add(&self, peer: &PeerId, session: SessionKey, window: Window) -> Result<GrantKey, TransportError> {
+    pub(crate) fn add(
+        &self,
+        peer: &PeerId,
+        session: SessionKey,
+        window: Window,
+        watch: Option<Arc<dyn Landing>>,
+    ) -> Result<GrantKey, TransportError> {
         let key = GrantKey(u128::from_le_bytes(random()));
-        let life = RwLock::new(Life { alive: true, seals: Seals::default() });
+        let life = RwLock::new(Life { alive: true, seals: Seals::default(), watch });
         let progress = Mutex::new(Progress::new(self.bug));
         let grant = Grant { key, session, window, life, progress, bug: self.bug };
         let mut state = self.write();
@@ -193,9 +218,9 @@ impl GrantTable {
         let Some(grant) = self.get(key) else { return };
         if self.bug.is(Planted::RevokeNotWaited) {
             let grant = Arc::clone(&grant);
-            std::thread::spawn(move || grant.change().alive = false);
+            std::thread::spawn(move || grant.die());
         } else if !self.bug.is(Planted::RevokeSkipped) {
-            grant.change().alive = false;
+            grant.die();
         }
         self.forget(key, grant.session);
     }

@@ -1,5 +1,6 @@
 //! A data frame on its way into granted memory.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use kvferry_protocol::PeerId;
@@ -16,6 +17,7 @@ use super::seals::SealsSeen;
 use crate::api::Event;
 use crate::ffi::MAX_RUNS;
 use crate::raw::{RawRun, advance};
+use crate::watch::Landing;
 
 /// A frame that was admitted: its ranges are inside the grant's window.
 pub(crate) struct Inbound {
@@ -82,8 +84,23 @@ impl Inbound {
         let placing = self.grant.place(self.words.sequence, &self.named, &mut self.seals)?;
         self.grant.bug.dawdle();
         let (placed, result) = fill(&self.runs[self.next..]);
-        drop(placing);
+        let from = self.done;
         self.done += placed as u64;
+        let look = |watch: &dyn Landing| {
+            self.extents.walk(from, self.done, |_, offset, bytes| {
+                watch.landed(self.words.sequence, offset..offset + bytes);
+                ControlFlow::Continue(())
+            });
+        };
+        match placing.watch() {
+            Some(watch) if self.grant.bug.is(Planted::LookUnguarded) => {
+                let watch = Arc::clone(watch);
+                drop(placing);
+                look(&*watch);
+            }
+            Some(watch) => look(&**watch),
+            None => {}
+        }
         self.next += advance(&mut self.runs[self.next..], placed);
         Ok(result)
     }

@@ -33,6 +33,7 @@ pub(crate) use runs::RunList;
 pub(crate) use seals::{Seals, SealsSeen};
 pub(crate) use superseded::{Superseded, is_other_start};
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvferry_protocol::pages::Pages;
@@ -40,6 +41,7 @@ use kvferry_protocol::{PeerId, RegionId};
 
 use crate::api::{GrantKey, Memory, PostId, TransportStats};
 use crate::error::TransportError;
+use crate::watch::Landing;
 
 /// One endpoint's part that does not depend on how bytes travel.
 pub(crate) struct Core {
@@ -69,9 +71,15 @@ impl Core {
         self.regions.add(memory)
     }
 
-    pub(crate) fn grant(&self, peer: &PeerId, session: SessionKey, pages: &Pages) -> Result<GrantKey, TransportError> {
+    pub(crate) fn grant(
+        &self,
+        peer: &PeerId,
+        session: SessionKey,
+        pages: &Pages,
+        watch: Option<Arc<dyn Landing>>,
+    ) -> Result<GrantKey, TransportError> {
         let window = self.regions.window(pages, "a granted page")?;
-        self.grants.add(peer, session, window)
+        self.grants.add(peer, session, window, watch)
     }
 
     pub(crate) fn next_post(&self) -> PostId {

@@ -17,6 +17,10 @@ use crate::api::{Event, GrantKey};
 use crate::error::TransportError;
 use crate::share::Lender;
 
+/// The least payload bytes of a frame that is cut short for its watch. A short post is cut in two, so that one half is looked at while
+/// the other is sent; in a long one more frames only wake more threads.
+const MIN_WATCHED_BYTES: u64 = 256 << 10;
+
 pub(crate) struct Outbox {
     state: Mutex<State>,
 }
@@ -25,6 +29,9 @@ struct State {
     is_open: bool,
     max_posts: usize,
     queue: VecDeque<Queued>,
+    /// Watched posts of which a frame is being cut, and whether somebody found nothing else to send meanwhile.
+    cutting: usize,
+    is_missed: bool,
     live: HashMap<(GrantKey, u32), Live>,
 }
 
@@ -46,8 +53,8 @@ struct Live {
 
 impl Outbox {
     pub(crate) fn new(max_posts: usize) -> Self {
-        let (queue, live) = Default::default();
-        Self { state: Mutex::new(State { is_open: true, max_posts, queue, live }) }
+        let (queue, cutting, is_missed, live) = Default::default();
+        Self { state: Mutex::new(State { is_open: true, max_posts, queue, cutting, is_missed, live }) }
     }
 
     /// Queues a post.
@@ -75,12 +82,59 @@ impl Outbox {
         Ok(())
     }
 
-    /// Cuts the next frame.
-    pub(crate) fn next_frame(&self, frame_bytes: u64, version: u16, lender: Option<&Lender>) -> Option<FrameCut> {
-        Self::cut(&mut self.lock(), frame_bytes, version, lender)
+    /// Cuts the next frame. Watches look at watched posts outside the lock: meanwhile others cut the posts behind it.
+    pub(crate) fn next_frame(
+        &self,
+        core: &Core,
+        frame_bytes: u64,
+        version: u16,
+        lender: Option<&Lender>,
+    ) -> Option<FrameCut> {
+        loop {
+            let mut state = self.lock();
+            let Some(front) = state.queue.front() else {
+                state.is_missed |= state.cutting > 0;
+                return None;
+            };
+            if !front.post.is_watched {
+                return Self::cut(&mut state, frame_bytes, version, lender);
+            }
+            let mut queued = state.queue.pop_front()?;
+            state.start(&queued.post);
+            state.cutting += 1;
+            drop(state);
+            let frame_bytes = frame_bytes.min((queued.post.bytes / 2).max(MIN_WATCHED_BYTES));
+            let cut = FrameCut::new(&queued.post, queued.from, queued.frame, frame_bytes, version, lender);
+            let mut state = self.lock();
+            state.cutting -= 1;
+            match cut {
+                Ok(Some(cut)) => {
+                    queued.from += cut.payload_bytes;
+                    queued.frame += 1;
+                    let is_live = state.live.get(&queued.key()).is_some_and(|live| !live.is_cancelling);
+                    if is_live && queued.from < queued.post.bytes {
+                        state.queue.push_front(queued);
+                    }
+                    return Some(cut);
+                }
+                Ok(None) => {}
+                Err(reason) => {
+                    drop(state);
+                    let (grant, sequence) = queued.key();
+                    self.finish(core, grant, sequence, Err(TransportError::Refused { reason }));
+                }
+            }
+        }
+    }
+
+    /// Whether somebody found nothing to send while a frame was cut, and there is something now; they are to be called then.
+    pub(crate) fn take_missed(&self) -> bool {
+        let mut state = self.lock();
+        !state.queue.is_empty() && std::mem::take(&mut state.is_missed)
     }
 
     /// The same for a thread that completes reads of devices, for which another may wait under this lock: `Err` if one holds it.
+    /// No post is watched where there is such a thread.
     pub(crate) fn try_next_frame(&self, frame_bytes: u64, version: u16) -> Result<Option<FrameCut>, Busy> {
         match self.state.try_lock() {
             Ok(mut state) => Ok(Self::cut(&mut state, frame_bytes, version, None)),
@@ -93,7 +147,8 @@ impl Outbox {
         loop {
             let queued = state.queue.front_mut()?;
             let (post, from, frame) = (&queued.post, queued.from, queued.frame);
-            let Some(cut) = FrameCut::new(post, from, frame, frame_bytes, version, lender) else {
+            // What is not watched has no error.
+            let Ok(Some(cut)) = FrameCut::new(post, from, frame, frame_bytes, version, lender) else {
                 state.queue.pop_front();
                 continue;
             };
@@ -102,9 +157,7 @@ impl Outbox {
             if queued.from >= queued.post.bytes {
                 state.queue.pop_front();
             }
-            if let Some(live) = state.live.get_mut(&(cut.post.grant, cut.post.sequence)) {
-                live.is_started = true;
-            }
+            state.start(&cut.post);
             return Some(cut);
         }
     }
@@ -160,6 +213,21 @@ impl Outbox {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// The receiver is going to hear of a post.
+    fn start(&mut self, post: &Post) {
+        if let Some(live) = self.live.get_mut(&(post.grant, post.sequence)) {
+            live.is_started = true;
+        }
+    }
+}
+
+impl Queued {
+    fn key(&self) -> (GrantKey, u32) {
+        (self.post.grant, self.post.sequence)
     }
 }
 

@@ -34,6 +34,8 @@ pub enum Planted {
     RoomNotTold,
     /// A slab stays held after its post ended.
     SlabKept,
+    /// What landed is looked at when the grant's guard was let go: a revoke does not wait for it.
+    LookUnguarded,
     /// What fills up the frame of a cancelled post is sent before the receiver knows of the cancel.
     FillerAtOnce,
     /// The test pattern of an RDMA path is written with a flipped bit, as a device or a network that spoils bytes would.
@@ -45,7 +47,7 @@ pub enum Planted {
 #[cfg(feature = "planted")]
 impl Planted {
     /// All bugs.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::RevokeSkipped,
         Self::RevokeNotWaited,
         Self::SealSkipped,
@@ -61,6 +63,7 @@ impl Planted {
         Self::GrantCreditLost,
         Self::RoomNotTold,
         Self::SlabKept,
+        Self::LookUnguarded,
         Self::FillerAtOnce,
     ];
 }

@@ -13,6 +13,7 @@ use crate::api::{GrantKey, PostId, Slab, Source, Write};
 use crate::error::TransportError;
 use crate::raw::RawRun;
 use crate::share::{Lender, OpenLoan};
+use crate::watch::Leaving;
 
 /// A write that was taken.
 ///
@@ -28,6 +29,8 @@ pub(crate) struct Post {
     /// Where each extent begins in the stream.
     pub(crate) extent_starts: Vec<u64>,
     source: RwLock<Option<Parts>>,
+    /// Whether its source has a watch.
+    pub(crate) is_watched: bool,
     /// What lets the receiver read the source, once a frame lent it; none if that could not be had.
     loan: OnceLock<Option<OpenLoan>>,
     has_verdict: AtomicBool,
@@ -36,8 +39,8 @@ pub(crate) struct Post {
     device_is_done: Condvar,
 }
 
-/// The parts of a source, each with its place in the stream.
-struct Parts(Vec<(u64, Part)>);
+/// The parts of a source, each with its place in the stream, and who watches them leave.
+struct Parts(Vec<(u64, Part)>, Option<Arc<dyn Leaving>>);
 
 enum Part {
     Window(Window),
@@ -96,11 +99,21 @@ impl Post {
             extents: write.extents.clone(),
             extent_starts,
             source: RwLock::new(Some(parts)),
+            is_watched: false,
             loan: OnceLock::new(),
             has_verdict: AtomicBool::new(false),
             device_reads: Mutex::new(0),
             device_is_done: Condvar::new(),
         })
+    }
+
+    /// The same with a watch over what leaves; before anybody else knows the post.
+    pub(crate) fn watched(mut self, watch: Option<Arc<dyn Leaving>>) -> Self {
+        self.is_watched = watch.is_some();
+        if let Some(parts) = self.source.get_mut().unwrap_or_else(PoisonError::into_inner) {
+            parts.1 = watch;
+        }
+        self
     }
 
     /// The slabs that the source reads, to keep them beyond the post's end; `None` if it ended.
@@ -160,6 +173,11 @@ impl Post {
 }
 
 impl Reading<'_> {
+    /// Who watches what leaves.
+    pub(crate) fn watch(&self) -> Option<&dyn Leaving> {
+        self.0.as_ref().and_then(|parts| parts.1.as_deref())
+    }
+
     /// Lets the peer read the source, until the post ends: slot and token on the board. `post` is the one whose source this is.
     pub(crate) fn lend(&self, post: &Post, lender: &Lender) -> Option<(u32, u64)> {
         let loan = post.loan.get_or_init(|| lender.open(post.id.0));
@@ -208,7 +226,7 @@ impl Parts {
             }
             Source::Packed(slab) => parts.push((0, Part::Slab(Arc::clone(slab)))),
         }
-        Ok(Self(parts))
+        Ok(Self(parts, None))
     }
 
     fn bytes(&self) -> u64 {

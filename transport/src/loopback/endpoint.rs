@@ -19,6 +19,7 @@ use crate::api::{
 use crate::core::{Bug, Core, Post, Superseded, is_other_start};
 use crate::credentials::Credentials;
 use crate::error::TransportError;
+use crate::watch::{Landing, Leaving};
 
 /// The most extents of one post.
 const MAX_EXTENTS: usize = 1 << 16;
@@ -121,11 +122,16 @@ impl Shared {
         end.ok_or_else(|| TransportError::NotConnected { peer: peer.to_string() })
     }
 
-    fn try_post(&self, peer: &PeerId, write: &Write) -> Result<PostId, TransportError> {
+    fn try_post(
+        &self,
+        peer: &PeerId,
+        write: &Write,
+        watch: Option<Arc<dyn Leaving>>,
+    ) -> Result<PostId, TransportError> {
         let end = self.end(peer)?;
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
-        end.outbox.add(&self.core, &peer.to_string(), post)?;
+        end.outbox.add(&self.core, &peer.to_string(), post.watched(watch))?;
         self.wake();
         Ok(id)
     }
@@ -218,7 +224,12 @@ impl Transport for Loopback {
 
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError> {
         let end = self.shared.end(peer)?;
-        self.shared.core.grant(peer, end.local_session, &pages)
+        self.shared.core.grant(peer, end.local_session, &pages, None)
+    }
+
+    fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
+        let end = self.shared.end(peer)?;
+        self.shared.core.grant(peer, end.local_session, &pages, Some(watch))
     }
 
     fn revoke(&self, grant: GrantKey) {
@@ -230,7 +241,15 @@ impl Transport for Loopback {
     }
 
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>> {
-        self.shared.try_post(peer, &write).map_err(|reason| Box::new(PostError { write, reason }))
+        self.shared.try_post(peer, &write, None).map_err(|reason| Box::new(PostError { write, reason }))
+    }
+
+    fn watches(&self, _: &PeerId) -> bool {
+        true
+    }
+
+    fn post_watched(&self, peer: &PeerId, write: Write, watch: Arc<dyn Leaving>) -> Result<PostId, Box<PostError>> {
+        self.shared.try_post(peer, &write, Some(watch)).map_err(|reason| Box::new(PostError { write, reason }))
     }
 
     fn cancel(&self, peer: &PeerId, grant: GrantKey) {

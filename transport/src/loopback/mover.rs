@@ -168,7 +168,8 @@ impl Mover {
         if end.remote.core.events.is_full() {
             return false;
         }
-        let Some(cut) = end.outbox.next_frame(end.local.config.frame_bytes, VERSION, None) else { return false };
+        let (core, frame_bytes) = (&end.local.core, end.local.config.frame_bytes);
+        let Some(cut) = end.outbox.next_frame(core, frame_bytes, VERSION, None) else { return false };
         let faults = self.dice.draw();
         let (end, after) = (Arc::clone(end), faults.delay);
         let held = Held { end, cut, faults, after };

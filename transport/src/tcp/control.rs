@@ -240,12 +240,10 @@ impl Control {
         loop {
             if self.sent == self.output.len() {
                 self.sent = 0;
-                self.output = std::mem::take(&mut self.answers);
-                if self.output.is_empty() {
-                    match self.session.next_control() {
-                        Some(frame) => self.output = frame,
-                        None => return Ok(()),
-                    }
+                self.output.clear();
+                match self.session.next_control(&mut self.answers) {
+                    Some(next) => self.output = next,
+                    None => return Ok(()),
                 }
             }
             match self.stream.write(&self.output[self.sent..]) {

@@ -333,6 +333,7 @@ impl Driver<'_> {
             sharing,
             rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
+            control_socket: (!control.is_tls()).then(|| Arc::clone(control.socket())),
             control_bell: Bell::new(&shared.waker, key.0),
         };
         let session = Arc::new(Session::new(setup, now));

@@ -28,6 +28,7 @@ use crate::api::{
 use crate::core::{Bug, Core, Post, SessionKey};
 use crate::credentials::Credentials;
 use crate::error::TransportError;
+use crate::watch::{Landing, Leaving};
 
 /// The most extents of one post.
 const MAX_EXTENTS: usize = 1 << 16;
@@ -254,14 +255,34 @@ impl Shared {
         }
     }
 
-    fn try_post(&self, peer: &PeerId, write: &Write) -> Result<PostId, TransportError> {
+    fn grant(&self, peer: &PeerId, pages: Pages, watch: Option<Arc<dyn Landing>>) -> Result<GrantKey, TransportError> {
         let session = self.session(peer)?;
+        let grant = self.core.grant(peer, session.key, &pages, watch)?;
+        if let Some(verbs) = session.verbs() {
+            verbs.tell_window(&session, grant, pages);
+            self.waker.wake();
+        }
+        Ok(grant)
+    }
+
+    fn try_post(
+        &self,
+        peer: &PeerId,
+        write: &Write,
+        watch: Option<Arc<dyn Leaving>>,
+    ) -> Result<PostId, TransportError> {
+        let session = self.session(peer)?;
+        // A frame that a device sends is not looked at, and a link over UCX looks at it under its lock.
+        if watch.is_some() && session.verbs().is_some() {
+            return Err(TransportError::Refused { reason: format!("payload to {peer} is not watched here") });
+        }
         if self.core.events.is_full() {
             let limit = self.core.events.limit() as u64;
             return Err(TransportError::Limit { what: "events that nobody polls", found: limit, limit });
         }
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
+        let post = post.watched(watch);
         session.outbox.add(&self.core, &session.name, post)?;
         match session.ucx.get().filter(|lane| lane.carries()) {
             Some(lane) => {
@@ -347,19 +368,18 @@ impl Transport for Tcp {
         limit("bytes of a message", message.len(), MAX_MESSAGE_BYTES)?;
         let session = self.shared.session(peer)?;
         let header = FrameHeader::with_body(FrameKind::Message, &message);
-        session.queue_control(header, &message, self.shared.config.max_queued_message_bytes)?;
-        self.shared.waker.wake();
+        if session.send_control(header, &message, self.shared.config.max_queued_message_bytes)? {
+            self.shared.waker.wake();
+        }
         Ok(())
     }
 
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError> {
-        let session = self.shared.session(peer)?;
-        let grant = self.shared.core.grant(peer, session.key, &pages)?;
-        if let Some(verbs) = session.verbs() {
-            verbs.tell_window(&session, grant, pages);
-            self.shared.waker.wake();
-        }
-        Ok(grant)
+        self.shared.grant(peer, pages, None)
+    }
+
+    fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
+        self.shared.grant(peer, pages, Some(watch))
     }
 
     fn revoke(&self, grant: GrantKey) {
@@ -377,7 +397,15 @@ impl Transport for Tcp {
     }
 
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>> {
-        self.shared.try_post(peer, &write).map_err(|reason| Box::new(PostError { write, reason }))
+        self.shared.try_post(peer, &write, None).map_err(|reason| Box::new(PostError { write, reason }))
+    }
+
+    fn watches(&self, peer: &PeerId) -> bool {
+        self.shared.session(peer).is_ok_and(|session| session.is_by_lanes())
+    }
+
+    fn post_watched(&self, peer: &PeerId, write: Write, watch: Arc<dyn Leaving>) -> Result<PostId, Box<PostError>> {
+        self.shared.try_post(peer, &write, Some(watch)).map_err(|reason| Box::new(PostError { write, reason }))
     }
 
     fn cancel(&self, peer: &PeerId, grant: GrantKey) {

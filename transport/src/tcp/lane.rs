@@ -208,7 +208,7 @@ impl Lane {
                 self.outgoing = share;
             } else if self.session.ucx_carries() {
                 return Ok(Turn::Nothing);
-            } else if let Some(cut) = self.session.next_frame(frame_bytes) {
+            } else if let Some(cut) = self.session.next_frame(core, frame_bytes) {
                 self.outgoing = Outgoing::Frame(Box::new(FrameOut::new(cut)));
             } else {
                 return Ok(Turn::Nothing);

@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,6 +20,8 @@ use super::verbs::Verbs;
 use crate::api::GrantKey;
 use crate::core::{Core, FrameCut, Outbox, SessionKey};
 use crate::error::TransportError;
+use crate::ffi;
+use crate::raw::RawRun;
 use crate::share::{Lender, Sharing};
 
 /// How many refused writes are remembered, so that each is counted and answered once.
@@ -62,6 +65,12 @@ pub(crate) struct Session {
 struct ControlQueue {
     frames: VecDeque<Vec<u8>>,
     bytes: usize,
+    /// What the socket did not take of a frame that [`Session::send_control`] began: goes before all others.
+    rest: Vec<u8>,
+    /// The control thread is in the middle of some bytes.
+    is_writing: bool,
+    /// Where who sends may write a frame itself, if the control thread writes nothing; not with TLS, and not when the session is over.
+    socket: Option<Arc<Socket>>,
 }
 
 pub(crate) struct SessionSetup {
@@ -74,6 +83,8 @@ pub(crate) struct SessionSetup {
     pub(crate) sharing: Option<Sharing>,
     pub(crate) rdma: Option<Arc<Verbs>>,
     pub(crate) sockets: Vec<Arc<Socket>>,
+    /// The control lane's, if frames may be written to it as they are.
+    pub(crate) control_socket: Option<Arc<Socket>>,
     pub(crate) control_bell: Bell,
 }
 
@@ -92,7 +103,7 @@ impl Session {
             ucx: OnceLock::new(),
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
-            control: Mutex::default(),
+            control: Mutex::new(ControlQueue { socket: setup.control_socket, ..ControlQueue::default() }),
             control_bell: setup.control_bell,
             lane_bells: OnceLock::new(),
             sockets: Mutex::new(setup.sockets),
@@ -114,9 +125,13 @@ impl Session {
     }
 
     /// The next frame for a lane.
-    pub(crate) fn next_frame(&self, frame_bytes: u64) -> Option<FrameCut> {
+    pub(crate) fn next_frame(&self, core: &Core, frame_bytes: u64) -> Option<FrameCut> {
         let Some(verbs) = self.verbs() else {
-            return self.outbox.next_frame(frame_bytes, self.version, self.lender());
+            let cut = self.outbox.next_frame(core, frame_bytes, self.version, self.lender());
+            if cut.is_some() && self.outbox.take_missed() {
+                self.ring_lanes();
+            }
+            return cut;
         };
         let cut = lock(&self.for_lanes).pop_front();
         if cut.is_some() {
@@ -128,6 +143,11 @@ impl Session {
     /// The thread that carries payload by RDMA devices, if the session's path is that.
     pub(crate) fn verbs(&self) -> Option<&Arc<Verbs>> {
         self.rdma.as_ref().filter(|_| self.is_by_device.load(Ordering::SeqCst))
+    }
+
+    /// Whether lanes carry all payload.
+    pub(crate) fn is_by_lanes(&self) -> bool {
+        self.verbs().is_none() && !self.ucx_carries()
     }
 
     /// Takes the path by RDMA devices, which was proved; before that the session is not known to those who post and grant.
@@ -173,6 +193,50 @@ impl Session {
         max_bytes: usize,
     ) -> Result<(), TransportError> {
         let mut control = lock(&self.control);
+        let frame = self.control_frame(&control, header, body, max_bytes)?;
+        control.push(frame);
+        drop(control);
+        self.control_bell.note();
+        Ok(())
+    }
+
+    /// The same, but the frame is written here and now if the control thread writes nothing and the socket takes it: that spares the way
+    /// over that thread, which sleeps most of the time. Returns whether it has to be woken.
+    pub(crate) fn send_control(
+        &self,
+        header: FrameHeader,
+        body: &[u8],
+        max_bytes: usize,
+    ) -> Result<bool, TransportError> {
+        let mut control = lock(&self.control);
+        let mut frame = self.control_frame(&control, header, body, max_bytes)?;
+        let is_free = !control.is_writing && control.rest.is_empty() && control.frames.is_empty();
+        let sent = match control.socket.as_ref().filter(|_| is_free) {
+            // What is wrong with the socket the control thread finds out, too.
+            Some(socket) => ffi::send_runs(socket.as_fd(), &[RawRun::of(&frame)]).unwrap_or(0),
+            None => 0,
+        };
+        if sent == frame.len() {
+            return Ok(false);
+        }
+        if sent > 0 {
+            control.rest = frame.split_off(sent);
+            control.bytes += control.rest.len();
+        } else {
+            control.push(frame);
+        }
+        drop(control);
+        self.control_bell.note();
+        Ok(true)
+    }
+
+    fn control_frame(
+        &self,
+        control: &ControlQueue,
+        header: FrameHeader,
+        body: &[u8],
+        max_bytes: usize,
+    ) -> Result<Vec<u8>, TransportError> {
         if self.is_over() {
             return Err(TransportError::NotConnected { peer: self.name.clone() });
         }
@@ -181,20 +245,26 @@ impl Session {
             let (found, limit) = (found as u64, max_bytes as u64);
             return Err(TransportError::Limit { what: "bytes of messages to one peer", found, limit });
         }
-        let mut frame = header.encode(self.version).to_vec();
-        frame.extend_from_slice(body);
-        control.frames.push_back(frame);
-        control.bytes = found;
-        drop(control);
-        self.control_bell.note();
-        Ok(())
+        Ok([&header.encode(self.version)[..], body].concat())
     }
 
-    pub(crate) fn next_control(&self) -> Option<Vec<u8>> {
+    /// What the control thread writes next, `answers` before what others queued. Until it asks again and there is nothing, nobody else
+    /// writes.
+    pub(crate) fn next_control(&self, answers: &mut Vec<u8>) -> Option<Vec<u8>> {
         let mut control = lock(&self.control);
-        let frame = control.frames.pop_front()?;
-        control.bytes -= frame.len();
-        Some(frame)
+        let next = if !control.rest.is_empty() {
+            let rest = std::mem::take(&mut control.rest);
+            control.bytes -= rest.len();
+            Some(rest)
+        } else if !answers.is_empty() {
+            Some(std::mem::take(answers))
+        } else {
+            let frame = control.frames.pop_front();
+            control.bytes -= frame.as_ref().map_or(0, Vec::len);
+            frame
+        };
+        control.is_writing = next.is_some();
+        next
     }
 
     /// Ends a post at the receiver's word.
@@ -234,8 +304,9 @@ impl Session {
     /// Ends the session: nothing of it is read from or written to memory after this, its grants are gone and its posts ended.
     pub(crate) fn finish(&self, core: &Core, reason: &TransportError) {
         {
-            let _control = lock(&self.control);
+            let mut control = lock(&self.control);
             self.is_over.store(true, Ordering::SeqCst);
+            control.socket = None;
         }
         for socket in std::mem::take(&mut *lock(&self.sockets)) {
             // It fails if the peer was quicker.
@@ -250,6 +321,13 @@ impl Session {
         }
         core.grants.close_session(self.key);
         self.outbox.close(core, reason);
+    }
+}
+
+impl ControlQueue {
+    fn push(&mut self, frame: Vec<u8>) {
+        self.bytes += frame.len();
+        self.frames.push_back(frame);
     }
 }
 

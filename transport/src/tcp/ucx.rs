@@ -182,7 +182,7 @@ impl UcxLane {
         let State { theirs: Some(theirs), next_post, flying } = &mut *state else { return Ok(()) };
         while let Some(&slot) = theirs.free.last() {
             let frame_bytes = self.slot_bytes.min(theirs.slot_bytes);
-            let Some(cut) = session.outbox.next_frame(frame_bytes, session.version, None) else { break };
+            let Some(cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
             let at = u64::from(slot) * theirs.slot_bytes;
             let grant = cut.post.grant;
             let note = [&[FRAME][..], &slot.to_le_bytes(), &cut.head].concat();

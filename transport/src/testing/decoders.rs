@@ -128,7 +128,7 @@ pub fn inbound(bytes: &[u8]) {
     let loops = vec![Loop { count: 2, stride: 100 }];
     let piece = Piece { region: RegionId::new(0), offset: 10, loops, run_bytes: 64 };
     let pages = Pages { bases: vec![0, 3000, 1000, 500], pieces: vec![piece] };
-    let grant = core.grant(&peer("fuzz", 1), session, &pages).expect("a grant");
+    let grant = core.grant(&peer("fuzz", 1), session, &pages, None).expect("a grant");
     let Some((mut header, table)) = checked(bytes, 1) else { return };
     header.grant = grant.0;
     let Ok(Ok(mut inbound)) = Inbound::admit(&core, session, &header, &table, Vec::new()) else { return };

@@ -13,6 +13,7 @@ mod node;
 mod pages;
 mod proxy;
 mod raw_pair;
+mod watches;
 
 pub use arena::Arena;
 pub use borders::*;
@@ -21,6 +22,7 @@ pub use node::{Make, Node, PATIENCE, patience, peer, with_patience};
 pub use pages::{ScatteredWrite, scattered_write};
 pub use proxy::{Flow, Proxy, ProxyPlan, Towards};
 pub use raw_pair::{RawPair, scattered};
+pub use watches::*;
 
 /// Makes one test of each case of the contract, ignored for a reason if one is given. The argument is an expression that gives a [`Make`](crate::testing::Make).
 #[macro_export]
@@ -57,6 +59,9 @@ macro_rules! contract_tests {
             a_grant_is_of_no_use_to_another_peer,
             nothing_lands_after_a_session_ended,
             what_is_limited_comes_back,
+            watches_see_each_byte_once,
+            a_watch_that_fails_ends_its_post_alone,
+            watches_look_no_more_after_a_revoke_or_a_cancel,
         );
     };
     (ignored: $reason:literal, $make:expr) => {

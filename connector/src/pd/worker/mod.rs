@@ -3,6 +3,7 @@
 //! | thread | does | waits for |
 //! |---|---|---|
 //! | the engine's model thread | calls [`Worker`]; never touches the network | `wait_layer`: the driver |
+//! | the transport's | digests what it carries, where it can | the sockets |
 //! | driver | owns every transfer's machine | the transport's events; what is sent to it ends that wait |
 //! | movers | gather, digest; copy to the tier when nothing else waits | their job queues |
 //! | keep, bring | calls the tier, which may wait | their queues |
@@ -33,6 +34,7 @@ mod slabs;
 mod step;
 mod tier_threads;
 mod unheard;
+mod watching;
 mod window;
 
 use std::collections::BTreeSet;

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvferry_kernels::copy::WindowDigests;
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::CopyPlan;
 use kvferry_protocol::message::{Verdict, Wrote};
@@ -17,6 +18,7 @@ use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
 use super::driver::{Driver, Side};
 use super::jobs::{Job, JobDone, TierJob, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
+use super::watching::LeavingDigest;
 use crate::config::Limits;
 use crate::metrics;
 use crate::trace::{Kind, Span};
@@ -32,7 +34,7 @@ pub(super) struct Posting {
     /// Those that wait until none of these is left: what goes back to a peer's tier.
     later: VecDeque<Waiting>,
     /// Writes that wait for room in the transport.
-    ready: VecDeque<(WriteKey, Write)>,
+    ready: VecDeque<Ready>,
     posted: BTreeMap<PostId, Posted>,
     /// When each peer's link was last seen to have brought a write across.
     link_free: BTreeMap<PeerId, Instant>,
@@ -55,8 +57,22 @@ struct Posted {
     at: Instant,
 }
 
+/// A write that is ready to be posted; what is digested on its way out has a watch.
+#[derive(Debug)]
+struct Ready {
+    write: WriteKey,
+    request: Write,
+    watch: Option<Arc<LeavingDigest>>,
+}
+
 #[derive(Debug)]
 enum Waiting {
+    /// Is digested on its way out, and goes straight to the transport.
+    Direct {
+        write: WriteKey,
+        plan: CopyPlan,
+        watch: Arc<LeavingDigest>,
+    },
     Prepare {
         write: WriteKey,
         plan: CopyPlan,
@@ -133,9 +149,26 @@ impl Driver {
         let threshold = self.posting.packed_run_bytes.unwrap_or_else(direct);
         let pack = plan.run_bytes_min() < threshold;
         let bytes = plan.bytes();
+        let is_cheap =
+            || plan.run_bytes_min() >= WindowDigests::MIN_STRETCH_BYTES || plan.runs() <= WindowDigests::FEW_STRETCHES;
+        let is_watched = !pack && is_cheap() && self.transport.watches(&peer);
+        let watch = is_watched.then(|| self.leaving(write, rect, &peer, &plan)).flatten();
         self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });
         let queue = if returns { &mut self.posting.later } else { &mut self.posting.jobs };
-        queue.push_back(Waiting::Prepare { write, plan, pack, blocks });
+        queue.push_back(match watch {
+            Some(watch) => Waiting::Direct { write, plan, watch: Arc::new(watch) },
+            None => Waiting::Prepare { write, plan, pack, blocks },
+        });
+    }
+
+    /// What digests a write on its way out; `None` if that cannot be.
+    fn leaving(&self, write: WriteKey, rect: Rect, peer: &PeerId, plan: &CopyPlan) -> Option<LeavingDigest> {
+        let WriteKey { transfer, generation, sequence } = write;
+        let entry = self.sending.get(&transfer)?;
+        let window = entry.window(generation, rect)?;
+        let wrote = Wrote { transfer, generation, sequence, rect, digest: Digest::ZERO };
+        let told = (wrote, self.peers.version(peer)?);
+        LeavingDigest::new(&self.caches, &window.shape, &entry.blocks, plan, told, &self.board.tracer)
     }
 
     /// Something landed and wants its digest.
@@ -161,8 +194,8 @@ impl Driver {
                 break;
             }
         }
-        while let Some((write, request)) = self.posting.ready.pop_front() {
-            if !self.hand_over(write, request) {
+        while let Some(ready) = self.posting.ready.pop_front() {
+            if !self.hand_over(ready) {
                 break;
             }
         }
@@ -172,6 +205,10 @@ impl Driver {
     fn submit(&mut self, waiting: Waiting) -> Option<Waiting> {
         let (write, plan, pack, blocks) = match waiting {
             Waiting::Ready(job) => return self.movers.submit(job).map(Waiting::Ready),
+            Waiting::Direct { write, plan, watch } => {
+                self.direct(write, &plan, watch);
+                return None;
+            }
             Waiting::Prepare { write, plan, pack, blocks } => (write, plan, pack, blocks),
         };
         if self.posting.writes.get(&write).is_none_or(|pending| pending.cancelled) {
@@ -193,6 +230,22 @@ impl Driver {
         })
     }
 
+    /// Posts a write that is digested on its way out.
+    fn direct(&mut self, write: WriteKey, plan: &CopyPlan, watch: Arc<LeavingDigest>) {
+        let Some(pending) = self.posting.writes.get(&write).filter(|pending| !pending.cancelled) else {
+            return self.posted(write, PostOutcome::Lost);
+        };
+        match plan.window_extents() {
+            Ok(extents) => {
+                let (grant, sequence) = (pending.key, write.sequence);
+                let (source, notification) = (Source::Pages(plan.source_pages()), bytes::Bytes::new());
+                let request = Write { grant, sequence, extents, source, notification };
+                self.posting.ready.push_back(Ready { write, request, watch: Some(watch) });
+            }
+            Err(problem) => self.lost(write, &format!("a write cannot be made: {problem}")),
+        }
+    }
+
     pub(super) fn job_done(&mut self, done: JobDone) {
         match done {
             JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
@@ -212,13 +265,14 @@ impl Driver {
             return self.posted(write, PostOutcome::Lost);
         };
         match make_write(write, version, pending, plan, slab, digest) {
-            Ok(request) => self.posting.ready.push_back((write, request)),
+            Ok(request) => self.posting.ready.push_back(Ready { write, request, watch: None }),
             Err(problem) => self.lost(write, &format!("a write cannot be made: {problem}")),
         }
     }
 
     /// Posts one write; `false` if it must wait for room.
-    fn hand_over(&mut self, write: WriteKey, request: Write) -> bool {
+    fn hand_over(&mut self, ready: Ready) -> bool {
+        let Ready { write, request, watch } = ready;
         let Some(pending) = self.posting.writes.get(&write) else { return true };
         if pending.cancelled {
             self.posted(write, PostOutcome::Lost);
@@ -226,7 +280,11 @@ impl Driver {
         }
         // Before the call: its end may be reported before it returns.
         let at = Instant::now();
-        match self.transport.post(&pending.peer, request) {
+        let posted = match &watch {
+            Some(watch) => self.transport.post_watched(&pending.peer, request, Arc::clone(watch) as _),
+            None => self.transport.post(&pending.peer, request),
+        };
+        match posted {
             Ok(post) => {
                 self.posting.posted.insert(post, Posted { write, at });
                 true
@@ -234,7 +292,7 @@ impl Driver {
             Err(error) => match error.reason {
                 // Full: each post that ends makes room, and wakes the driver.
                 TransportError::Limit { .. } if !self.posting.posted.is_empty() => {
-                    self.posting.ready.push_front((write, error.write));
+                    self.posting.ready.push_front(Ready { write, request: error.write, watch });
                     false
                 }
                 // The session's end is on its way.

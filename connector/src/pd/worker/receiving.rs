@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
 
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
@@ -14,6 +16,7 @@ use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
 use super::loading::Loading;
 use super::peers::is_rank;
+use super::watching::LandingDigests;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::RequestId;
 use crate::metrics;
@@ -40,13 +43,20 @@ pub(super) struct Receiving {
     /// The load was told of the end, and nothing of this part touches the pages; only the machine's last words are left.
     pub(super) over: bool,
     /// The transport's grants of each generation.
-    grants: BTreeMap<Generation, Vec<GrantedWindow>>,
+    grants: BTreeMap<Generation, Granted>,
     /// Digests that are with a mover.
     verifying: usize,
     /// The end, while it waits for the movers to let go of the pages.
     end: Option<ReceiverEnd>,
     began: Time,
     span: tracing::Span,
+}
+
+/// The windows of one generation, and the digests of what landed in each, where they can be taken then.
+#[derive(Debug, Default)]
+struct Granted {
+    windows: Vec<GrantedWindow>,
+    landings: Vec<Option<Arc<LandingDigests>>>,
 }
 
 /// Where a part comes from, and which heads it carries.
@@ -104,19 +114,22 @@ impl Receiving {
         caches: &Caches,
         transport: &dyn Transport,
         missing: &[Rect],
-    ) -> Result<Vec<GrantedWindow>, GrantRefusal> {
+    ) -> Result<Granted, GrantRefusal> {
         let peer = self.peer.as_ref().ok_or(GrantRefusal::NotConnected)?;
-        let mut windows: Vec<GrantedWindow> = Vec::new();
+        let mut granted = Granted::default();
         for &rect in missing {
             match self.grant_one(load, caches, transport, peer, rect) {
-                Ok(window) => windows.push(window),
+                Ok((window, landing)) => {
+                    granted.windows.push(window);
+                    granted.landings.push(landing);
+                }
                 Err(refusal) => {
-                    windows.iter().for_each(|window| transport.revoke(window.key));
+                    granted.windows.iter().for_each(|window| transport.revoke(window.key));
                     return Err(refusal);
                 }
             }
         }
-        Ok(windows)
+        Ok(granted)
     }
 
     fn grant_one(
@@ -126,12 +139,17 @@ impl Receiving {
         transport: &dyn Transport,
         peer: &PeerId,
         rect: Rect,
-    ) -> Result<GrantedWindow, GrantRefusal> {
+    ) -> Result<(GrantedWindow, Option<Arc<LandingDigests>>), GrantRefusal> {
         let (blocks, first_token) = load.blocks_of(rect, caches.tokens_per_block());
         let (layout, shard) = (caches.layout(), caches.shard());
         let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
         let (shape, pages) = window.map_err(|error| GrantRefusal::Impossible(error.to_string()))?;
-        let key = match transport.grant(peer, pages) {
+        let landing = LandingDigests::new(caches, &shape, blocks, first_token).map(Arc::new);
+        let key = match &landing {
+            Some(landing) => transport.grant_watched(peer, pages, Arc::clone(landing) as _),
+            None => transport.grant(peer, pages),
+        };
+        let key = match key {
             Ok(key) => key,
             Err(kvferry_transport::TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
             Err(error) => return Err(GrantRefusal::Impossible(error.to_string())),
@@ -144,15 +162,23 @@ impl Receiving {
                 return Err(GrantRefusal::Impossible(error.to_string()));
             }
         }
-        Ok(window)
+        Ok((window, landing))
     }
 
-    /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified.
-    fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
-        match self.grants.get(&generation) {
-            Some(windows) => Windows::seal(windows, transport, rect),
-            None => Ok(()), // Nothing lands under a revoked grant.
-        }
+    /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified. Returns the
+    /// digest of what the write left there, if it was taken when that landed.
+    fn seal(
+        &self,
+        transport: &dyn Transport,
+        generation: Generation,
+        sequence: u32,
+        rect: Rect,
+    ) -> Result<Option<Digest>, String> {
+        // Nothing lands under a revoked grant.
+        let Some(Granted { windows, landings }) = self.grants.get(&generation) else { return Ok(None) };
+        let (index, extents) = Windows::seal(windows, transport, rect)?;
+        let landing = landings.get(index).and_then(Option::as_ref);
+        Ok(landing.and_then(|landing| landing.take(sequence, &extents)))
     }
 }
 
@@ -268,12 +294,12 @@ impl Driver {
                     .ok_or(GrantRefusal::NotConnected)
                     .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, &missing)?)));
                 let taken = match granted {
-                    Ok((version, windows)) => {
-                        let keys: Vec<_> = windows.iter().map(|window| window.key).collect();
+                    Ok((version, granted)) => {
+                        let keys: Vec<_> = granted.windows.iter().map(|window| window.key).collect();
                         self.granted.extend(keys.iter().map(|&key| (key, transfer)));
                         let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
-                        let encoded = Windows::encode(version, &windows);
-                        entry.grants.insert(generation, windows);
+                        let encoded = Windows::encode(version, &granted.windows);
+                        entry.grants.insert(generation, granted);
                         match encoded {
                             Ok(bytes) => entry.machine.granted(now, generation, first, bytes),
                             Err(problem) => {
@@ -296,12 +322,19 @@ impl Driver {
             ReceiverOutput::Verify { generation, sequence, rect } => {
                 let Some(load) = self.loads.get(&entry.load) else { return };
                 entry.verifying += 1;
-                let sealed = entry.seal(&*self.transport, generation, rect);
+                let began = Instant::now();
+                let sealed = entry.seal(&*self.transport, generation, sequence, rect);
                 let write = WriteKey { transfer, generation, sequence };
                 let (blocks, first_token) = load.pages();
                 let heads = entry.heads.clone();
                 match sealed {
-                    Ok(()) => self.verify(Job::Verify { write, blocks, first_token, rect, heads }),
+                    Ok(Some(digest)) => {
+                        let bytes = rect.cells() * self.caches.bytes_per_cell(&heads);
+                        let span = || Span::since(began, Kind::Verify).transfer(transfer).chunk(generation, sequence);
+                        self.board.tracer.record(|| span().rect(rect).bytes(bytes));
+                        self.digested(write, Ok(digest));
+                    }
+                    Ok(None) => self.verify(Job::Verify { write, blocks, first_token, rect, heads }),
                     Err(problem) => self.digested(write, Err(problem)),
                 }
             }
@@ -324,8 +357,8 @@ impl Driver {
     }
 
     fn revoke(&mut self, transfer: TransferId, generation: Generation) {
-        let windows = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
-        for GrantedWindow { key, .. } in windows.into_iter().flatten() {
+        let granted = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
+        for GrantedWindow { key, .. } in granted.into_iter().flat_map(|granted| granted.windows) {
             self.transport.revoke(key);
             self.granted.remove(&key);
         }

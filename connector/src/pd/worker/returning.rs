@@ -88,7 +88,7 @@ impl Taken {
     /// Closes a rectangle that a write is said to have filled, so that it stays as it is verified.
     fn seal(&self, transport: &dyn Transport, generation: Generation, rect: Rect) -> Result<(), String> {
         match self.grants.get(&generation) {
-            Some(windows) => Windows::seal(windows, transport, rect),
+            Some(windows) => Windows::seal(windows, transport, rect).map(drop),
             None => Ok(()), // Nothing lands under a revoked grant.
         }
     }

@@ -90,6 +90,12 @@ impl Sending {
         self.peer.is_none() && self.reader == peer.tp_rank
     }
 
+    /// The window that holds a rectangle of a grant.
+    pub(super) fn window(&self, generation: Generation, rect: Rect) -> Option<&GrantedWindow> {
+        let (of, windows) = self.windows.as_ref()?;
+        windows.iter().find(|window| *of == generation && window.rect.contains(rect))
+    }
+
     /// The window that holds a rectangle of a grant, and the plan from our pages to it.
     pub(super) fn plan(
         &self,
@@ -97,9 +103,7 @@ impl Sending {
         generation: Generation,
         rect: Rect,
     ) -> Result<(&GrantedWindow, CopyPlan), String> {
-        let windows = self.windows.as_ref().filter(|(of, _)| *of == generation).map(|(_, windows)| windows);
-        let windows = windows.ok_or("the grant's windows are not known")?;
-        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+        let window = self.window(generation, rect).ok_or("no window that is known holds the rectangle")?;
         let (layout, blocks) = (window.shape.layout(), window.shape.block_ids());
         let source = CacheView { layout: caches.layout(), shard: caches.shard(), blocks: &self.blocks, first_token: 0 };
         let target = window.shape.view(&layout, &blocks);

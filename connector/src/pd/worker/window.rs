@@ -42,12 +42,18 @@ impl GrantedWindow {
 pub(super) struct Windows;
 
 impl Windows {
-    /// Closes a rectangle of one of the windows in the transport: no byte of it is written any more.
-    pub(super) fn seal(windows: &[GrantedWindow], transport: &dyn Transport, rect: Rect) -> Result<(), String> {
-        let window = windows.iter().find(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+    /// Closes a rectangle of one of the windows in the transport: no byte of it is written any more. Returns which window, and where in it.
+    pub(super) fn seal(
+        windows: &[GrantedWindow],
+        transport: &dyn Transport,
+        rect: Rect,
+    ) -> Result<(usize, Vec<Extent>), String> {
+        let index =
+            windows.iter().position(|window| window.rect.contains(rect)).ok_or("no window holds the rectangle")?;
+        let window = &windows[index];
         let extents = window.extents_of(rect.tokens(), rect.layers()).map_err(|error| error.to_string())?;
         transport.seal(window.key, &extents);
-        Ok(())
+        Ok((index, extents))
     }
 
     /// The bytes for a Grant in a session of a version.
