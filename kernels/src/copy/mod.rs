@@ -48,6 +48,12 @@ pub enum CopyError {
         /// Bytes of the buffer.
         found: usize,
     },
+    /// More pieces of work than a launch can number.
+    #[error("copy: a plan of {bytes} bytes has more pieces than one launch takes; copy fewer layers at a time")]
+    TooLarge {
+        /// Bytes of the plan.
+        bytes: u64,
+    },
     /// A view does not hold what is to be digested.
     #[error("digest: the view does not hold the selection")]
     Plan {

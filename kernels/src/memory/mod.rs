@@ -12,4 +12,4 @@ pub use cache::{HostKvCache, Placement};
 pub use guards::{GuardMode, PageGuards};
 pub use raw::HostRegion;
 pub use view::KvCacheView;
-pub(crate) use view::PlanePages;
+pub(crate) use view::{PlanePages, end_of_plane};

@@ -163,7 +163,7 @@ fn region_of(regions: &[(NonNull<u8>, usize)], region: RegionId) -> (Option<NonN
 }
 
 /// One past the last byte of a plane of one layer whose first run is at `first`; `u64::MAX` if that does not fit 64 bits.
-fn end_of_plane(layout: &KvLayout, plane: &PlaneStrides, first: u64) -> u64 {
+pub(crate) fn end_of_plane(layout: &KvLayout, plane: &PlaneStrides, first: u64) -> u64 {
     let shape = layout.shape();
     let steps = [
         (u64::from(shape.blocks), plane.block),

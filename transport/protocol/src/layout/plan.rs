@@ -153,6 +153,34 @@ impl CopyPlan {
         }
     }
 
+    /// One side's strides, a plane each, as a kernel wants them beside [`CopyPlan::layer_place`]: where a layer or the selection
+    /// begins is not in them.
+    #[must_use]
+    pub fn strides(&self, side: Side) -> &[PlaneStrides] {
+        &self.side(side).planes
+    }
+
+    /// Where a plane's run of the selection's first head, block 0 and token 0 lies in a layer, counted from the selection's first.
+    /// Any other run of the layer is that far away as [`CopyPlan::strides`] say.
+    ///
+    /// # Panics
+    /// If the selection has no such layer, or the plan no such plane.
+    #[must_use]
+    pub fn layer_place(&self, side: Side, layer: usize, plane: usize) -> Place {
+        assert!(layer < self.selection.layers.len(), "layer {layer} is not selected");
+        let map = self.side(side);
+        let strides = &map.planes[plane];
+        let place = map.layer_place(layer, strides.layer);
+        Place { offset: place.offset + strides.offset, ..place }
+    }
+
+    fn side(&self, side: Side) -> &SideMap {
+        match side {
+            Side::Source => &self.src,
+            Side::Destination => &self.dst,
+        }
+    }
+
     /// One past the highest byte of each region that the copy touches on one side, by rising region.
     #[must_use]
     pub fn ends(&self, side: Side) -> Vec<(RegionId, u64)> {
