@@ -75,4 +75,42 @@ pub enum PoolError {
     /// A block has at least one token.
     #[error("blocks of 0 tokens cannot be hashed: tokens_per_block is 1 or more")]
     NoTokens,
+    /// Only vLLM's hashes have extra keys; the others take what they need when the hasher is made.
+    #[error("this hash has no extra keys: make a vLLM hasher, or put adapter and salt into the scope")]
+    NoExtras,
+    /// CPython writes a second reference to one string object otherwise than a second string, and which it is cannot be known.
+    #[error(
+        "block {block} has two extra keys of the same text: its pickle cannot be foretold, so do not share it, or use CBOR"
+    )]
+    SameText {
+        /// The block's place in its sequence.
+        block: usize,
+    },
+    /// A pickle of more than 64 KiB is in frames.
+    #[error(
+        "block {block} and its extra keys are {bytes} bytes of pickle: no more than 65536 can be hashed, so shorten its keys"
+    )]
+    LongExtras {
+        /// The block's place in its sequence.
+        block: usize,
+        /// Bytes of the pickle.
+        bytes: usize,
+    },
+    /// A block of more tokens might not fit a frame of a pickle.
+    #[error("blocks of {tokens_per_block} tokens cannot be hashed as pickles: use {limit} at most, or CBOR")]
+    LongBlock {
+        /// Tokens in a block.
+        tokens_per_block: usize,
+        /// The most.
+        limit: usize,
+    },
+    /// An engine that hashes without cryptography draws a seed of its own.
+    #[error("xxhash needs the engine's seed: set PYTHONHASHSEED there and give the same here, or use sha256")]
+    SecretSeed,
+    /// A seed or a first parent that cannot be one.
+    #[error("a seed of {bytes} bytes cannot be used: a text has at most 4096, the first parent itself 1 to 32")]
+    Seed {
+        /// Its length.
+        bytes: usize,
+    },
 }

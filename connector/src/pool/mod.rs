@@ -32,7 +32,10 @@ mod table;
 
 pub use block_pool::{BlockPool, PoolCounts, Registered};
 pub use error::PoolError;
-pub use hash::{BlockHash, BlockHasher, HashScope};
+pub use hash::{
+    BlockHash, BlockHasher, EventId, ExtraForm, Extras, HashScope, Lora, Media, NoneHash, SglangScope, VllmAlgorithm,
+    VllmScope,
+};
 pub use table::{BlockTable, Lease};
 
 #[cfg(test)]
