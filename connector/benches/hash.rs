@@ -29,7 +29,7 @@ fn chains(criterion: &mut Criterion) {
 
 fn hashers() -> Vec<(&'static str, BlockHasher)> {
     let own = HashScope { model: "llama", tokens_per_block: TOKENS_PER_BLOCK, adapter: None, salt: b"" };
-    let sglang = SglangScope { tokens_per_page: TOKENS_PER_BLOCK, salt: None, bigrams: false };
+    let sglang = SglangScope { tokens_per_block: TOKENS_PER_BLOCK, salt: None, bigrams: false };
     let vllm = |name| VllmScope {
         algorithm: VllmAlgorithm::from_name(name).expect("a name of the list"),
         tokens_per_block: TOKENS_PER_BLOCK,

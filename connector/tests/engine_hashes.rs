@@ -129,8 +129,8 @@ impl Case {
                 BlockHasher::vllm(&VllmScope { algorithm, tokens_per_block, none_hash, extra_form }).unwrap()
             }
             None => {
-                let (tokens_per_page, salt) = (self.tokens_per_block, self.salt.as_deref());
-                BlockHasher::sglang(&SglangScope { tokens_per_page, salt, bigrams: self.form == 1 }).unwrap()
+                let (tokens_per_block, salt) = (self.tokens_per_block, self.salt.as_deref());
+                BlockHasher::sglang(&SglangScope { tokens_per_block, salt, bigrams: self.form == 1 }).unwrap()
             }
         }
     }

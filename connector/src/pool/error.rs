@@ -8,8 +8,11 @@ use super::hash::BlockHash;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// A pool of no blocks, or of more than the metadata can number.
-    #[error("a pool of {blocks} blocks cannot be made: use 1 to {max}", max = super::BlockPool::MAX_BLOCKS)]
+    /// A pool without blocks to give out, or of more than the metadata can number.
+    #[error(
+        "a pool of {blocks} blocks cannot be made: use 1 to {max}, or 2 and more with a null block",
+        max = super::BlockPool::MAX_BLOCKS
+    )]
     Size {
         /// How many were asked for.
         blocks: usize,
@@ -64,6 +67,23 @@ pub enum PoolError {
         /// Whether the prefix cache can hand it to another request.
         registered: bool,
     },
+    /// A sequence is kept under other tokens than it was admitted with.
+    #[error(
+        "{blocks} blocks of the sequence are shared under other tokens than were given now: give its tokens from the first one on,          as it was admitted"
+    )]
+    OtherTokens {
+        /// How many of its blocks are shared.
+        blocks: usize,
+    },
+    /// The null block stands for KV that nobody needs: it has no content.
+    #[error("position {position} is the null block, which is never written or registered: skip it")]
+    Null {
+        /// Where in the table.
+        position: usize,
+    },
+    /// The pool has no null block to put in a table.
+    #[error("this pool has no null block: make it with BlockPool::with_null")]
+    NoNull,
     /// Only complete blocks have a hash.
     #[error("{found} tokens are not a complete block of {tokens_per_block}: hash it when it is full")]
     IncompleteBlock {

@@ -1,4 +1,4 @@
-//! The free blocks in the order in which they are reused: a doubly linked list inside an array, so that any block can be taken
+//! The free blocks in the order in which they are reused: doubly linked lists inside an array, so that any block can be taken
 //! out in O(1) and nothing is allocated after the start.
 
 /// No block: the block is not in the list.
@@ -12,20 +12,32 @@ struct Link {
 
 const UNLINKED: Link = Link { previous: NONE, next: NONE };
 
-/// A list of distinct numbers below a fixed limit.
+/// When a free block's turn comes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Turn {
+    /// In its order.
+    Due,
+    /// When none is due: soft-pinned blocks.
+    Last,
+}
+
+/// Distinct numbers below a fixed limit, in two lists: the first is used up before the second.
 pub(super) struct FreeList {
-    /// One per number, and a last one that closes the ring: its `next` is the head, its `previous` the tail.
+    /// One per number, and one per list that closes its ring: its `next` is the head, its `previous` the tail.
     links: Vec<Link>,
     len: usize,
 }
 
 impl FreeList {
-    /// Lists `0..limit` in order; `limit` is below `u32::MAX`.
-    pub(super) fn full(limit: u32) -> Self {
-        let mut list = Self { links: vec![UNLINKED; limit as usize + 1], len: 0 };
-        list.links[limit as usize] = Link { previous: limit, next: limit };
-        for index in 0..limit {
-            list.push_back(index);
+    /// Lists `first..limit` in order; `limit` is far below `u32::MAX`.
+    pub(super) fn full(first: u32, limit: u32) -> Self {
+        let mut list = Self { links: vec![UNLINKED; limit as usize + RINGS], len: 0 };
+        for turn in [Turn::Due, Turn::Last] {
+            let ring = list.ring(turn);
+            list.links[ring as usize] = Link { previous: ring, next: ring };
+        }
+        for index in first..limit {
+            list.push_back(index, Turn::Due);
         }
         list
     }
@@ -39,18 +51,20 @@ impl FreeList {
     }
 
     pub(super) fn push_front(&mut self, index: u32) {
-        let ring = self.ring();
+        let ring = self.ring(Turn::Due);
         self.insert_after(ring, index);
     }
 
-    pub(super) fn push_back(&mut self, index: u32) {
-        let tail = self.links[self.ring() as usize].previous;
+    pub(super) fn push_back(&mut self, index: u32, turn: Turn) {
+        let tail = self.links[self.ring(turn) as usize].previous;
         self.insert_after(tail, index);
     }
 
     pub(super) fn pop_front(&mut self) -> Option<u32> {
-        let head = self.links[self.ring() as usize].next;
-        (head != self.ring()).then(|| {
+        let rings = [Turn::Due, Turn::Last].map(|turn| self.ring(turn));
+        let heads = rings.map(|ring| self.links[ring as usize].next);
+        let head = if heads[0] == rings[0] { heads[1] } else { heads[0] };
+        (head != rings[1]).then(|| {
             self.remove(head);
             head
         })
@@ -76,11 +90,13 @@ impl FreeList {
         self.len += 1;
     }
 
-    /// The number that closes the ring.
-    fn ring(&self) -> u32 {
-        u32::try_from(self.links.len() - 1).unwrap_or(NONE)
+    /// The number that closes a list's ring.
+    fn ring(&self, turn: Turn) -> u32 {
+        (self.links.len() - RINGS) as u32 + turn as u32
     }
 }
+
+const RINGS: usize = 2;
 
 #[cfg(test)]
 mod tests {
@@ -92,16 +108,24 @@ mod tests {
 
     #[test]
     fn numbers_leave_in_order_and_from_the_middle() {
-        let mut list = FreeList::full(5);
+        let mut list = FreeList::full(0, 5);
         for index in [2, 0, 4, 2] {
             list.remove(index);
         }
         assert_eq!(list.len(), 2);
-        list.push_back(0);
+        list.push_back(0, Turn::Due);
         list.push_front(4);
         assert_eq!(drain(&mut list), [4, 1, 3, 0]);
         assert_eq!((list.len(), list.pop_front()), (0, None));
         list.push_front(2);
         assert_eq!(drain(&mut list), [2]);
+
+        let mut list = FreeList::full(3, 6);
+        list.remove(4);
+        list.push_back(4, Turn::Last);
+        list.push_back(1, Turn::Last);
+        list.push_back(2, Turn::Due);
+        list.remove(5);
+        assert_eq!(drain(&mut list), [3, 2, 4, 1]);
     }
 }

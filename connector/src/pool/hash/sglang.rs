@@ -10,7 +10,7 @@ use super::{BlockHash, BlockHasher, DIGEST_BYTES, EventForm, PoolError, Scheme};
 #[derive(Clone, Copy, Debug)]
 pub struct SglangScope<'a> {
     /// `--page-size`.
-    pub tokens_per_page: usize,
+    pub tokens_per_block: usize,
     /// A request's `cache_salt`, which SGLang takes for none if it is empty; PR 30827.
     pub salt: Option<&'a str>,
     /// Whether a page's items are pairs of neighbouring tokens, as with EAGLE: the token behind a page is a part of its hash.
@@ -29,7 +29,7 @@ impl BlockHasher {
             // No page has this digest, and nothing of it is hashed.
             None => ([0; DIGEST_BYTES], 0),
         };
-        Self::with(BlockHash(root), root_bytes, scope.tokens_per_page, scheme)
+        Self::with(BlockHash(root), root_bytes, scope.tokens_per_block, scheme)
     }
 }
 

@@ -156,7 +156,7 @@ fn event_integers_and_group_keys_are_those_of_the_engines() {
     let short = vllm(VllmAlgorithm::XxhashCbor, NoneHash::Seed("1"));
     assert_eq!(short.with_group(&short.chain(&tokens)[0], 0).len(), 20);
 
-    let hasher = BlockHasher::sglang(&SglangScope { tokens_per_page: 16, salt: None, bigrams: false }).unwrap();
+    let hasher = BlockHasher::sglang(&SglangScope { tokens_per_block: 16, salt: None, bigrams: false }).unwrap();
     let hashes = hasher.chain(&tokens);
     let want = [
         "77d735ce838418aa151bd96b5b1e78ee63860892e0a95c00fe34178442be9b07",
@@ -170,10 +170,10 @@ fn event_integers_and_group_keys_are_those_of_the_engines() {
 /// Made with hashlib: `sha256(sha256(b"sglang-cache-salt-v1\0tenant-a").digest() + struct.pack("<4I", 1, 2, 7, 8))`, and of pairs.
 #[test]
 fn sglang_salts_and_bigrams_have_the_bytes_that_hashlib_gives() {
-    let scope = SglangScope { tokens_per_page: 4, salt: Some("tenant-a"), bigrams: false };
+    let scope = SglangScope { tokens_per_block: 4, salt: Some("tenant-a"), bigrams: false };
     let salted = BlockHasher::sglang(&scope).unwrap();
     assert_eq!(digests(&salted, &salted.chain(&[1, 2, 7, 8, 9])), [SALTED]);
-    let bigrams = BlockHasher::sglang(&SglangScope { salt: None, bigrams: true, tokens_per_page: 2 }).unwrap();
+    let bigrams = BlockHasher::sglang(&SglangScope { salt: None, bigrams: true, tokens_per_block: 2 }).unwrap();
     assert_eq!(digests(&bigrams, &bigrams.chain(&[1, 2, 7, 8, 9])), BIGRAMS);
     assert_eq!(bigrams.chain(&[1, 2, 7, 8]).len(), 1, "the token behind the second page is not known yet");
     let second = bigrams.next(bigrams.chain(&[1, 2, 7])[0], &[7, 8, 9]).unwrap();
