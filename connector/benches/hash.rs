@@ -2,6 +2,7 @@
 //!
 //! `cargo bench -p kvferry --bench hash`. Tokens are drawn below 128,256 (Llama 3's vocabulary), so that most take 4 bytes of
 //! pickle or CBOR.
+#![expect(missing_docs, reason = "criterion's macros make functions without any")]
 
 use std::hint::black_box;
 

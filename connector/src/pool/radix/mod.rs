@@ -14,7 +14,7 @@
 //! let prompt: Vec<u32> = (0..10).collect();
 //! let mut first = cache.admit(b"tenant 7", &prompt);
 //! cache.extend(&mut first, 10)?; // slots for 10 tokens, in 3 blocks
-//! let kept = cache.finish(first, &prompt).map_err(|(_, error)| error)?;
+//! let kept = cache.finish(first, &prompt).map_err(|refused| refused.1)?;
 //! assert_eq!((kept.registered, kept.returned), (2, 1)); // the third block is not whole
 //!
 //! let second = cache.admit(b"tenant 7", &prompt);
@@ -196,10 +196,10 @@ impl RadixCache {
     ///
     /// # Errors
     /// The sequence, with what [`keep`](Self::keep) refuses.
-    pub fn finish(&mut self, mut sequence: Sequence, tokens: &[u32]) -> Result<Kept, (Sequence, PoolError)> {
+    pub fn finish(&mut self, mut sequence: Sequence, tokens: &[u32]) -> Result<Kept, Box<(Sequence, PoolError)>> {
         let own = sequence.own.len();
         match self.keep(&mut sequence, tokens) {
-            Err(error) => Err((sequence, error)),
+            Err(error) => Err(Box::new((sequence, error))),
             Ok(kept) => {
                 drop(sequence);
                 self.settle();

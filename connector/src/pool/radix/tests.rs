@@ -236,7 +236,7 @@ proptest! {
                     let Kept { matched, registered, .. } = model.keep(*at, tokens);
                     let held = model.held.swap_remove(*at);
                     let returned = held.blocks.len() - matched - registered;
-                    let got = cache.finish(sequences.swap_remove(*at), &held.tokens[..tokens]).map_err(|(_, error)| error);
+                    let got = cache.finish(sequences.swap_remove(*at), &held.tokens[..tokens]).map_err(|refused| refused.1);
                     prop_assert_eq!(got, Ok(Kept { matched, registered, returned }));
                 }
                 Op::Drop { sequence } => {
@@ -369,7 +369,7 @@ fn misuse_is_refused_and_keeps_the_sequence() {
     for tokens in [&[1, 9][..], &[1], &[]] {
         assert_eq!(cache.keep(&mut sequence, tokens), Err(PoolError::OtherTokens { blocks: 2 }), "{tokens:?}");
     }
-    let (sequence, error) = cache.finish(sequence, &[9, 2]).unwrap_err();
+    let (sequence, error) = *cache.finish(sequence, &[9, 2]).unwrap_err();
     assert_eq!(error, PoolError::OtherTokens { blocks: 2 });
     assert_eq!(cache.finish(sequence, &[1, 2]).unwrap(), Kept { matched: 2, registered: 0, returned: 0 });
     assert_eq!(RadixCache::new(4, 0, Sharing::Radix).err(), Some(PoolError::NoTokens));
