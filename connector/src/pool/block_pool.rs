@@ -340,7 +340,7 @@ impl BlockPool {
             if block.hash.take().is_some() && self.free.contains(id) {
                 // It is empty now, and empty blocks are reused before cached ones.
                 self.free.remove(id);
-                self.free.push_front(id);
+                self.free.push_front_all(std::iter::once(id));
             }
             block.soft_pinned = false;
         }
@@ -427,17 +427,17 @@ impl BlockPool {
 
     /// Takes `fresh` blocks from the head of the free list, which is long enough.
     fn take_free(&mut self, fresh: usize, ids: &mut Vec<BlockId>) {
+        let had = ids.len();
         ids.reserve(fresh);
-        for _ in 0..fresh {
-            let Some(id) = self.free.pop_front().map(BlockId::new) else { break };
+        self.free.take(fresh, |id| ids.push(BlockId::new(id)));
+        for id in &ids[had..] {
             let block = &mut self.blocks[id.get() as usize];
             block.holders = 1;
             if block.hash.is_some() {
-                self.drop_hash(id);
+                self.drop_hash(*id);
                 self.counts.cached -= 1;
                 self.counts.evicted_total += 1;
             }
-            ids.push(id);
         }
     }
 
@@ -489,7 +489,7 @@ impl BlockPool {
                 emptied.push(id.get());
             }
         }
-        emptied.iter().rev().for_each(|id| self.free.push_front(*id));
+        self.free.push_front_all(emptied.iter().rev().copied());
         emptied.clear();
         self.emptied = emptied;
     }

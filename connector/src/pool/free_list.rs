@@ -50,9 +50,18 @@ impl FreeList {
         self.links[index as usize].next != NONE
     }
 
-    pub(super) fn push_front(&mut self, index: u32) {
+    /// Puts numbers that are not listed before all others, the last one first.
+    pub(super) fn push_front_all(&mut self, indices: impl Iterator<Item = u32>) {
         let ring = self.ring(Turn::Due);
-        self.insert_after(ring, index);
+        let mut head = self.links[ring as usize].next;
+        for index in indices {
+            debug_assert!(!self.contains(index), "{index} is listed twice");
+            self.links[index as usize] = Link { previous: ring, next: head };
+            self.links[head as usize].previous = index;
+            head = index;
+            self.len += 1;
+        }
+        self.links[ring as usize].next = head;
     }
 
     pub(super) fn push_back(&mut self, index: u32, turn: Turn) {
@@ -60,14 +69,22 @@ impl FreeList {
         self.insert_after(tail, index);
     }
 
-    pub(super) fn pop_front(&mut self) -> Option<u32> {
-        let rings = [Turn::Due, Turn::Last].map(|turn| self.ring(turn));
-        let heads = rings.map(|ring| self.links[ring as usize].next);
-        let head = if heads[0] == rings[0] { heads[1] } else { heads[0] };
-        (head != rings[1]).then(|| {
-            self.remove(head);
-            head
-        })
+    /// Takes the first `count` numbers, or as many as there are.
+    pub(super) fn take(&mut self, count: usize, mut each: impl FnMut(u32)) {
+        let mut left = count;
+        for turn in [Turn::Due, Turn::Last] {
+            let ring = self.ring(turn);
+            let mut head = self.links[ring as usize].next;
+            while left > 0 && head != ring {
+                let Link { next, .. } = std::mem::replace(&mut self.links[head as usize], UNLINKED);
+                each(head);
+                head = next;
+                left -= 1;
+            }
+            self.links[ring as usize].next = head;
+            self.links[head as usize].previous = ring;
+        }
+        self.len -= count - left;
     }
 
     /// Takes a number out, wherever it is; one that is not listed stays so.
@@ -103,7 +120,9 @@ mod tests {
     use super::*;
 
     fn drain(list: &mut FreeList) -> Vec<u32> {
-        std::iter::from_fn(|| list.pop_front()).collect()
+        let mut taken = vec![];
+        list.take(usize::MAX, |index| taken.push(index));
+        taken
     }
 
     #[test]
@@ -114,11 +133,12 @@ mod tests {
         }
         assert_eq!(list.len(), 2);
         list.push_back(0, Turn::Due);
-        list.push_front(4);
+        list.push_front_all([4].into_iter());
         assert_eq!(drain(&mut list), [4, 1, 3, 0]);
-        assert_eq!((list.len(), list.pop_front()), (0, None));
-        list.push_front(2);
-        assert_eq!(drain(&mut list), [2]);
+        assert_eq!((list.len(), drain(&mut list)), (0, vec![]));
+        list.push_front_all([2, 0, 3].into_iter());
+        list.take(1, |index| assert_eq!(index, 3));
+        assert_eq!((list.len(), drain(&mut list)), (2, vec![0, 2]));
 
         let mut list = FreeList::full(3, 6);
         list.remove(4);

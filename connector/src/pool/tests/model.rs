@@ -134,15 +134,7 @@ impl Model {
                 }
                 Answer::Count(found.len())
             }
-            Op::SoftUnpin { hashes } => {
-                let found: Vec<u32> = hashes.iter().filter_map(|name| self.find(*name)).collect();
-                let soft = found.into_iter().filter(|id| self.soft[*id as usize]).collect::<Vec<_>>();
-                for id in soft.iter().rev() {
-                    self.soft[*id as usize] = false;
-                    self.requeue(*id);
-                }
-                Answer::Count(soft.len())
-            }
+            Op::SoftUnpin { hashes } => Answer::Count(self.soft_unpin(hashes)),
             Op::Pin { hashes } => {
                 let found = self.prefix(hashes);
                 for id in &found {
@@ -191,6 +183,16 @@ impl Model {
                 false => Answer::Nothing,
             },
         }
+    }
+
+    fn soft_unpin(&mut self, names: &[u8]) -> usize {
+        let found: Vec<u32> = names.iter().filter_map(|name| self.find(*name)).collect();
+        let soft = found.into_iter().filter(|id| self.soft[*id as usize]).collect::<Vec<_>>();
+        for id in soft.iter().rev() {
+            self.soft[*id as usize] = false;
+            self.requeue(*id);
+        }
+        soft.len()
     }
 
     fn open(&mut self, names: &[u8], fresh: usize) -> Result<Answer, PoolError> {
