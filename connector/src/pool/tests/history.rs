@@ -111,7 +111,7 @@ fn any_op() -> impl Strategy<Value = Op> {
         1 => at.clone().prop_map(|(table, range)| Op::CheckWritable { table, range }),
         1 => hashes.clone().prop_map(|hashes| Op::Touch { hashes }),
         1 => Just(Op::ClearCache),
-        2 => any_new_op(at, hashes),
+        5 => any_new_op(at, hashes),
         2 => any_op_of_one(which),
     ]
 }
@@ -124,6 +124,7 @@ fn any_new_op(
         2 => at.prop_map(|(table, range)| Op::Skip { table, range }),
         1 => hashes.clone().prop_map(|hashes| Op::Pin { hashes }),
         1 => (0..3_usize).prop_map(|pin| Op::DropPin { pin }),
+        2 => (0..12_u8).prop_map(|name| Op::SoftPin { hashes: vec![name] }),
         1 => hashes.clone().prop_map(|hashes| Op::SoftPin { hashes }),
         1 => hashes.prop_map(|hashes| Op::SoftUnpin { hashes }),
     ]

@@ -158,6 +158,7 @@ fn pinned_blocks_stay_and_soft_pinned_ones_go_last() {
     pool.release(table);
     let pin = pool.pin(&[hash(0)]);
     assert_eq!(pool.soft_pin(&[hash(1), hash(9)]), 1);
+    assert_eq!(pool.touch(&[hash(2)]), 1, "used later than the soft-pinned one, and reused before it");
     let table = pool.open(&[], 2).unwrap();
     assert_eq!(table.ids(), ids(&[3, 2]));
     let more = pool.open(&[], 1).unwrap();
