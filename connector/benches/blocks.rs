@@ -60,7 +60,7 @@ fn radix(criterion: &mut Criterion) {
             "{} nodes over {} blocks of {tokens_per_block} tokens: {} bytes of memory per node",
             counts.nodes,
             counts.cached,
-            (resident_bytes() - before) / counts.nodes,
+            resident_bytes().saturating_sub(before) / counts.nodes,
         );
         group.bench_function(format!("{tokens_per_block} tokens a block"), |bencher| {
             bencher.iter(|| {
