@@ -28,6 +28,9 @@ pub(crate) enum Command {
     /// Says what this machine offers, and with an address what the pair of them offers.
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
+    /// Says how large a model's KV blocks are, how many fit a device, and how many requests these hold.
+    #[command(after_help = EXIT_CODES)]
+    Plan(PlanArgs),
     /// Opens a library, in a process that it may take down with it.
     #[command(name = "try-library", hide = true)]
     TryLibrary {
@@ -49,6 +52,39 @@ pub(crate) enum Command {
 
 const EXIT_CODES: &str = "Exit codes: 0 all is well; 1 something was found wrong (a byte, a digest, what doctor calls BROKEN); \
                           2 an argument that cannot be; 3 a transport that is not here; 4 the other side or the system failed.";
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// The model's config.json (Hugging Face), or the folder that has it.
+    pub(crate) config: PathBuf,
+    /// Memory of one device, such as 80GiB.
+    #[arg(long)]
+    pub(crate) memory: Size,
+    /// Tensor-parallel ranks, each with such a device.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) tp: u16,
+    /// Tokens in a block.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) block_tokens: u16,
+    /// How much of the memory the engine may use.
+    #[arg(long, default_value_t = 0.9)]
+    pub(crate) share: f64,
+    /// Bytes of one rank's weights [default: the .safetensors files beside the configuration, over the ranks].
+    #[arg(long)]
+    pub(crate) weights: Option<Size>,
+    /// The most that a step takes beside weights and KV; an engine measures it.
+    #[arg(long, default_value = "2GiB")]
+    pub(crate) activations: Size,
+    /// Kept for captured graphs.
+    #[arg(long, default_value = "1GiB")]
+    pub(crate) graphs: Size,
+    /// Bytes of an element of the cache: 1 for FP8 [default: as the model computes].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4))]
+    pub(crate) kv_bytes: Option<u32>,
+    /// Lengths of requests, in tokens, of which is said how many fit; several with commas.
+    #[arg(long, value_delimiter = ',', default_values_t = [2048, 8192, 32_768, 131_072])]
+    pub(crate) tokens: Vec<u64>,
+}
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {

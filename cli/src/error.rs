@@ -5,6 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use kvferry::config::ConfigError;
+use kvferry::sizing::SizingError;
 use kvferry_kernels::KernelError;
 use kvferry_transport::TransportError;
 
@@ -101,6 +102,15 @@ pub(crate) enum CliError {
         #[source]
         source: io::Error,
     },
+    /// A cache that cannot be sized.
+    #[error("{config}")]
+    Sizing {
+        /// The configuration's file.
+        config: String,
+        /// Why.
+        #[source]
+        source: SizingError,
+    },
     /// A report that cannot be written down.
     #[error("{what} is no legal JSON")]
     Json {
@@ -130,7 +140,7 @@ impl CliError {
     /// What the process ends with.
     pub(crate) fn code(&self) -> ExitCode {
         ExitCode::from(match self {
-            Self::Argument { .. } | Self::Key { .. } => 2,
+            Self::Argument { .. } | Self::Key { .. } | Self::Sizing { .. } => 2,
             Self::Unavailable { .. } => 3,
             _ => 4,
         })

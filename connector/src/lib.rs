@@ -13,6 +13,7 @@ mod open;
 pub mod pd;
 pub mod pool;
 mod raw;
+pub mod sizing;
 pub mod tier;
 pub mod trace;
 

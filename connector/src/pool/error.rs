@@ -8,8 +8,11 @@ use super::hash::BlockHash;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// A pool of no blocks, or of more than the metadata can number.
-    #[error("a pool of {blocks} blocks cannot be made: use 1 to {max}", max = super::BlockPool::MAX_BLOCKS)]
+    /// A pool without blocks to give out, or of more than the metadata can number.
+    #[error(
+        "a pool of {blocks} blocks cannot be made: use 1 to {max}, or 2 and more with a null block",
+        max = super::BlockPool::MAX_BLOCKS
+    )]
     Size {
         /// How many were asked for.
         blocks: usize,
@@ -64,6 +67,23 @@ pub enum PoolError {
         /// Whether the prefix cache can hand it to another request.
         registered: bool,
     },
+    /// A sequence is kept under other tokens than it was admitted with.
+    #[error(
+        "{blocks} blocks of the sequence are shared under other tokens than were given now: give its tokens from the first one on,          as it was admitted"
+    )]
+    OtherTokens {
+        /// How many of its blocks are shared.
+        blocks: usize,
+    },
+    /// The null block stands for KV that nobody needs: it has no content.
+    #[error("position {position} is the null block, which is never written or registered: skip it")]
+    Null {
+        /// Where in the table.
+        position: usize,
+    },
+    /// The pool has no null block to put in a table.
+    #[error("this pool has no null block: make it with BlockPool::with_null")]
+    NoNull,
     /// Only complete blocks have a hash.
     #[error("{found} tokens are not a complete block of {tokens_per_block}: hash it when it is full")]
     IncompleteBlock {
@@ -75,4 +95,42 @@ pub enum PoolError {
     /// A block has at least one token.
     #[error("blocks of 0 tokens cannot be hashed: tokens_per_block is 1 or more")]
     NoTokens,
+    /// Only vLLM's hashes have extra keys; the others take what they need when the hasher is made.
+    #[error("this hash has no extra keys: make a vLLM hasher, or put adapter and salt into the scope")]
+    NoExtras,
+    /// CPython writes a second reference to one string object otherwise than a second string, and which it is cannot be known.
+    #[error(
+        "block {block} has two extra keys of the same text: its pickle cannot be foretold, so do not share it, or use CBOR"
+    )]
+    SameText {
+        /// The block's place in its sequence.
+        block: usize,
+    },
+    /// A pickle of more than 64 KiB is in frames.
+    #[error(
+        "block {block} and its extra keys are {bytes} bytes of pickle: no more than 65536 can be hashed, so shorten its keys"
+    )]
+    LongExtras {
+        /// The block's place in its sequence.
+        block: usize,
+        /// Bytes of the pickle.
+        bytes: usize,
+    },
+    /// A block of more tokens might not fit a frame of a pickle.
+    #[error("blocks of {tokens_per_block} tokens cannot be hashed as pickles: use {limit} at most, or CBOR")]
+    LongBlock {
+        /// Tokens in a block.
+        tokens_per_block: usize,
+        /// The most.
+        limit: usize,
+    },
+    /// An engine that hashes without cryptography draws a seed of its own.
+    #[error("xxhash needs the engine's seed: set PYTHONHASHSEED there and give the same here, or use sha256")]
+    SecretSeed,
+    /// A seed or a first parent that cannot be one.
+    #[error("a seed of {bytes} bytes cannot be used: a text has at most 4096, the first parent itself 1 to 32")]
+    Seed {
+        /// Its length.
+        bytes: usize,
+    },
 }

@@ -2,7 +2,8 @@
 //!
 //! A [`BlockPool`] knows physical blocks as numbers and never touches their bytes. What a request holds is a [`BlockTable`],
 //! what a transfer holds is a [`Lease`]: both can only be made by the pool, cannot be copied, and give their blocks back when
-//! they are dropped, so that no block can be freed twice, leaked, or freed by who does not hold it.
+//! they are dropped, so that no block can be freed twice, leaked, or freed by who does not hold it. A block that is filled on its own
+//! goes from [`MutableBlock`] to [`CompleteBlock`] to [`RegisteredBlock`], and can be appended to a table.
 //!
 //! ```
 //! use kvferry::pool::{BlockHasher, BlockPool, HashScope};
@@ -28,12 +29,19 @@ mod block_pool;
 mod error;
 mod free_list;
 mod hash;
+mod radix;
+mod state;
 mod table;
 
 pub use block_pool::{BlockPool, PoolCounts, Registered};
 pub use error::PoolError;
-pub use hash::{BlockHash, BlockHasher, HashScope};
-pub use table::{BlockTable, Lease};
+pub use hash::{
+    BlockHash, BlockHasher, EventId, ExtraForm, Extras, HashScope, Lora, Media, NoneHash, SglangScope, VllmAlgorithm,
+    VllmScope,
+};
+pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
+pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
+pub use table::{BlockTable, Lease, Pin};
 
 #[cfg(test)]
 mod tests;

@@ -6,23 +6,28 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvferry_protocol::BlockId;
 
-/// Blocks that came back without the pool at hand; the pool takes them in at its next call.
+/// What came back without the pool at hand; the pool takes it in at its next call.
 ///
-/// Its length is bounded by the tables and leases that exist. `pending` spares the lock when there are none.
-#[derive(Default)]
-pub(super) struct Returns {
+/// Its length is bounded by the guards that exist. `pending` spares the lock when there are none.
+pub(super) struct Returns<T> {
     pending: AtomicBool,
-    queue: Mutex<Vec<(HeldBy, Vec<BlockId>)>>,
+    queue: Mutex<Vec<T>>,
 }
 
-impl Returns {
-    fn push(&self, by: HeldBy, ids: Vec<BlockId>) {
+impl<T> Default for Returns<T> {
+    fn default() -> Self {
+        Self { pending: AtomicBool::new(false), queue: Mutex::default() }
+    }
+}
+
+impl<T> Returns<T> {
+    pub(super) fn push(&self, returned: T) {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.push((by, ids));
+        queue.push(returned);
         self.pending.store(true, Ordering::Release);
     }
 
-    pub(super) fn take(&self) -> Vec<(HeldBy, Vec<BlockId>)> {
+    pub(super) fn take(&self) -> Vec<T> {
         if !self.pending.load(Ordering::Acquire) {
             return Vec::new();
         }
@@ -32,22 +37,26 @@ impl Returns {
     }
 }
 
+/// References that a holder let go.
+pub(super) type ReturnedBlocks = Returns<(HeldBy, Vec<BlockId>)>;
+
 /// Who holds a reference.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum HeldBy {
     Request,
     Transfer,
+    Pin,
 }
 
 /// References to blocks, one per entry; dropping gives them back.
 pub(super) struct Held {
     pub(super) ids: Vec<BlockId>,
-    pub(super) returns: Arc<Returns>,
-    by: HeldBy,
+    pub(super) returns: Arc<ReturnedBlocks>,
+    pub(super) by: HeldBy,
 }
 
 impl Held {
-    pub(super) fn new(by: HeldBy, ids: Vec<BlockId>, returns: &Arc<Returns>) -> Self {
+    pub(super) fn new(by: HeldBy, ids: Vec<BlockId>, returns: &Arc<ReturnedBlocks>) -> Self {
         Self { ids, returns: Arc::clone(returns), by }
     }
 }
@@ -55,14 +64,14 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if !self.ids.is_empty() {
-            self.returns.push(self.by, std::mem::take(&mut self.ids));
+            self.returns.push((self.by, std::mem::take(&mut self.ids)));
         }
     }
 }
 
 /// The blocks of one request, in the order of its tokens.
 ///
-/// Holds one reference to each. Dropping it, on any thread, frees the blocks in reverse order at the pool's next call;
+/// Holds one reference to each; where it has the null block ([`BlockPool::with_null`](super::BlockPool::with_null)) it holds nothing. Dropping it, on any thread, frees the blocks in reverse order at the pool's next call;
 /// [`BlockPool::release`](super::BlockPool::release) does the same at once.
 pub struct BlockTable(pub(super) Held);
 
@@ -71,6 +80,11 @@ pub struct BlockTable(pub(super) Held);
 /// Holds one reference to each. Dropping it, on any thread, gives them back at the pool's next call. A lease has no clock: who
 /// holds it drops it on completion, or at its deadline once the last write has drained.
 pub struct Lease(pub(super) Held);
+
+/// Registered blocks that are kept, whoever needs room: the prompts of a service that must always be quick.
+///
+/// Holds one reference to each. Dropping it, on any thread, gives them back at the pool's next call; they are cached then like others.
+pub struct Pin(pub(super) Held);
 
 macro_rules! holder {
     ($name:ident) => {
@@ -104,3 +118,4 @@ macro_rules! holder {
 
 holder!(BlockTable);
 holder!(Lease);
+holder!(Pin);

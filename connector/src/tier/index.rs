@@ -5,7 +5,7 @@ use std::fmt;
 
 use kvferry_protocol::BlockId;
 
-use crate::pool::{BlockHash, BlockPool, BlockTable, PoolCounts, PoolError};
+use crate::pool::{BlockHash, BlockPool, BlockTable, MutableBlock, PoolCounts, PoolError};
 
 /// The scheduler's half of a tier: bookkeeping, no bytes, no waiting.
 ///
@@ -52,7 +52,7 @@ pub struct TierCounts {
 /// An index over a block pool: least recently used first.
 pub struct FrameIndex {
     pool: BlockPool,
-    reserved: BTreeMap<BlockId, (BlockTable, BlockHash)>,
+    reserved: BTreeMap<BlockId, (MutableBlock, BlockHash)>,
     coming: BTreeSet<BlockHash>,
     pins: BTreeMap<PinId, BlockTable>,
     next_pin: u64,
@@ -79,26 +79,24 @@ impl TierIndex for FrameIndex {
         if self.coming.contains(&hash) || self.pool.touch(&[hash]) == 1 {
             return None;
         }
-        let table = self.pool.open(&[], 1).ok()?;
-        let frame = *table.ids().first()?;
+        let block = self.pool.mutable().ok()?;
+        let frame = block.id();
         self.coming.insert(hash);
-        self.reserved.insert(frame, (table, hash));
+        self.reserved.insert(frame, (block, hash));
         Some(frame)
     }
 
     fn commit(&mut self, frame: BlockId) {
-        let Some((table, hash)) = self.reserved.remove(&frame) else { return };
+        let Some((block, hash)) = self.reserved.remove(&frame) else { return };
         self.coming.remove(&hash);
-        // The table is this pool's, its frame had no hash, and `reserve` saw that the hash is new.
-        let registered = self.pool.register(&table, 0, hash);
-        debug_assert!(registered.is_ok(), "{registered:?}");
-        self.pool.release(table);
+        // The block is this pool's; dropped, it is cached.
+        let published = self.pool.publish(block.complete(hash));
+        debug_assert!(published.is_ok(), "{published:?}");
     }
 
     fn cancel(&mut self, frame: BlockId) {
-        if let Some((table, hash)) = self.reserved.remove(&frame) {
+        if let Some((_, hash)) = self.reserved.remove(&frame) {
             self.coming.remove(&hash);
-            self.pool.release(table);
         }
     }
 
