@@ -8,7 +8,8 @@ use super::{BlockName, EventBatch, ExtraKey, GroupOf, KvEvent, Locality, Medium,
 use crate::pool::EventId;
 
 /// In whose words a batch is written. All are an array of time in seconds, events and data-parallel rank.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Dialect {
     /// vLLM's from 0.24 on: an event is a map with its `type`, and fields that say nothing are left out. Source: 0.32.0,

@@ -8,6 +8,8 @@
 
 mod encode;
 mod log;
+#[cfg(feature = "zmq")]
+mod publisher;
 #[cfg(test)]
 mod tests;
 
@@ -17,6 +19,8 @@ use crate::pool::EventId;
 
 pub use encode::Dialect;
 pub use log::{EventLog, Numbered};
+#[cfg(feature = "zmq")]
+pub use publisher::{EventPublisher, EventsConfig, EventsError};
 
 /// Events of one step, of one data-parallel rank.
 #[derive(Clone, PartialEq, Debug)]
