@@ -7,6 +7,7 @@
 pub mod config;
 pub mod contract;
 mod error;
+pub mod events;
 mod keys;
 pub mod metrics;
 mod open;
