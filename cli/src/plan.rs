@@ -113,13 +113,18 @@ fn binary(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use clap::Parser;
 
     use super::*;
     use crate::args::{Cli, Command};
 
     fn planned(arguments: &[&str], config: &str, weights: Option<usize>) -> Result<String, CliError> {
-        let folder = std::env::temp_dir().join(format!("kvferry-plan-{}-{:p}", std::process::id(), config));
+        // Tests run at once, in one process.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let folder = std::env::temp_dir().join(format!("kvferry-plan-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("config.json"), config).unwrap();
         if let Some(bytes) = weights {
