@@ -1,6 +1,5 @@
 //! The pool: per block a count of its holders, its hash if its content can be shared, and its place in the free list.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -9,6 +8,7 @@ use kvferry_protocol::BlockId;
 use super::PoolError;
 use super::free_list::{FreeList, Turn};
 use super::hash::BlockHash;
+use super::index::{PrefixChange, PrefixIndex};
 use super::state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 use super::table::{BlockTable, Held, HeldBy, Lease, Pin, ReturnedBlocks};
 
@@ -24,7 +24,7 @@ use super::table::{BlockTable, Held, HeldBy, Lease, Pin, ReturnedBlocks};
 pub struct BlockPool {
     blocks: Vec<Block>,
     free: FreeList,
-    by_hash: HashMap<BlockHash, BlockId>,
+    by_hash: PrefixIndex,
     returns: Arc<ReturnedBlocks>,
     counts: PoolCounts,
     null: Option<BlockId>,
@@ -110,7 +110,7 @@ impl BlockPool {
         Ok(Self {
             blocks: vec![Block::default(); blocks],
             free: FreeList::full(first as u32, limit),
-            by_hash: HashMap::new(),
+            by_hash: PrefixIndex::default(),
             returns: Arc::default(),
             counts: PoolCounts { total: blocks - first, ..PoolCounts::default() },
             null,
@@ -124,10 +124,22 @@ impl BlockPool {
         self.null
     }
 
+    /// Notes from now on what happens to the prefix cache, for [`take_changes`](Self::take_changes).
+    pub fn record_changes(&mut self) {
+        self.by_hash.record();
+    }
+
+    /// What happened to the prefix cache since the last call, in order; nothing if it is not recorded. Taken once a step: it grows until
+    /// then.
+    pub fn take_changes(&mut self) -> Vec<PrefixChange> {
+        self.settle();
+        self.by_hash.take_changes()
+    }
+
     /// Counts how many of a sequence's first blocks are in the prefix cache. Changes nothing, not even their order of reuse.
     #[must_use]
     pub fn lookup(&self, hashes: &[BlockHash]) -> usize {
-        hashes.iter().take_while(|hash| self.by_hash.contains_key(hash)).count()
+        hashes.iter().take_while(|hash| self.by_hash.get(hash).is_some()).count()
     }
 
     /// Opens a request's table: the longest prefix of `hashes` that is cached, shared with whoever else holds it, then `fresh`
@@ -139,7 +151,7 @@ impl BlockPool {
     /// [`PoolError::Exhausted`] if the free list is too short for the new blocks and the cached ones that it must revive.
     pub fn open(&mut self, hashes: &[BlockHash], fresh: usize) -> Result<BlockTable, PoolError> {
         self.settle();
-        let mut ids: Vec<BlockId> = hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect();
+        let mut ids: Vec<BlockId> = hashes.iter().map_while(|hash| self.by_hash.get(hash)).collect();
         let revived = ids.iter().filter(|id| self.block(**id).holders == 0).count();
         self.reserve(revived.saturating_add(fresh))?;
         self.counts.queried_total += hashes.len() as u64;
@@ -213,7 +225,7 @@ impl BlockPool {
     /// Pins the longest prefix of `hashes` that is cached: those blocks stay registered and are not reused until the pin is dropped.
     pub fn pin(&mut self, hashes: &[BlockHash]) -> Pin {
         self.settle();
-        let ids: Vec<BlockId> = hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect();
+        let ids: Vec<BlockId> = hashes.iter().map_while(|hash| self.by_hash.get(hash)).collect();
         ids.iter().for_each(|id| self.hold(*id, HeldBy::Pin));
         Pin(Held::new(HeldBy::Pin, ids, &self.returns))
     }
@@ -246,7 +258,7 @@ impl BlockPool {
     /// Finds a registered block, and holds it.
     pub fn find(&mut self, hash: BlockHash) -> Option<RegisteredBlock> {
         self.settle();
-        let id = *self.by_hash.get(&hash)?;
+        let id = self.by_hash.get(&hash)?;
         self.hold(id, HeldBy::Request);
         Some(RegisteredBlock { held: Held::new(HeldBy::Request, vec![id], &self.returns), hash })
     }
@@ -311,7 +323,7 @@ impl BlockPool {
             None => {}
         }
         if let Some(shared) = self.by_hash.get(&hash) {
-            return Ok(Registered::Duplicate(*shared));
+            return Ok(Registered::Duplicate(shared));
         }
         self.by_hash.insert(hash, id);
         self.block_mut(id).hash = Some(hash);
@@ -355,7 +367,7 @@ impl BlockPool {
         let found = self.lookup(hashes);
         for hash in hashes[..found].iter().rev() {
             if let Some(id) = self.by_hash.get(hash) {
-                self.requeue(*id);
+                self.requeue(id);
             }
         }
         found
@@ -530,7 +542,7 @@ impl BlockPool {
     }
 
     fn set_soft_pin(&mut self, hash: &BlockHash, pinned: bool) {
-        let Some(id) = self.by_hash.get(hash).copied() else { return };
+        let Some(id) = self.by_hash.get(hash) else { return };
         let was = std::mem::replace(&mut self.block_mut(id).soft_pinned, pinned);
         self.counts.soft_pinned += usize::from(pinned);
         self.counts.soft_pinned -= usize::from(was);
@@ -543,7 +555,7 @@ impl BlockPool {
         let block = &mut self.blocks[id.get() as usize];
         self.counts.soft_pinned -= usize::from(std::mem::take(&mut block.soft_pinned));
         let hash = block.hash.take();
-        hash.is_some_and(|hash| self.by_hash.remove(&hash).is_some())
+        hash.is_some_and(|hash| self.by_hash.remove(&hash))
     }
 
     fn block(&self, id: BlockId) -> &Block {

@@ -29,6 +29,7 @@ mod block_pool;
 mod error;
 mod free_list;
 mod hash;
+mod index;
 mod radix;
 mod state;
 mod table;
@@ -39,6 +40,7 @@ pub use hash::{
     BlockHash, BlockHasher, EventId, ExtraForm, Extras, HashScope, Lora, Media, NoneHash, SglangScope, VllmAlgorithm,
     VllmScope,
 };
+pub use index::PrefixChange;
 pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
 pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 pub use table::{BlockTable, Lease, Pin};

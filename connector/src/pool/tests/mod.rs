@@ -22,6 +22,28 @@ fn ids(raw: &[u32]) -> Vec<BlockId> {
 }
 
 #[test]
+fn changes_of_the_prefix_cache_are_told_in_order_and_once() {
+    let mut pool = BlockPool::new(3).unwrap();
+    let table = pool.open(&[], 1).unwrap();
+    pool.register(&table, 0, hash(1)).unwrap();
+    assert_eq!(pool.take_changes(), [], "nobody asked");
+    pool.record_changes();
+    let other = pool.open(&[], 2).unwrap();
+    pool.register(&other, 0, hash(2)).unwrap();
+    assert!(matches!(pool.register(&other, 1, hash(1)), Ok(Registered::Duplicate(_))));
+    pool.release(other);
+    let evicting = pool.open(&[], 2).unwrap();
+    let want = [PrefixChange::Stored(hash(2)), PrefixChange::Removed(hash(2))];
+    assert_eq!(pool.take_changes(), want);
+    assert_eq!(pool.take_changes(), []);
+    pool.register(&evicting, 0, hash(3)).unwrap();
+    pool.unregister(&table, 0).unwrap();
+    pool.clear_cache();
+    pool.register(&evicting, 1, hash(4)).unwrap();
+    assert_eq!(pool.take_changes(), [PrefixChange::Cleared, PrefixChange::Stored(hash(4))]);
+}
+
+#[test]
 fn a_freed_prefix_lives_until_its_blocks_are_reused_from_its_end() {
     let mut pool = BlockPool::new(4).unwrap();
     let hashes = [hash(1), hash(2), hash(3)];
