@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvferry")
 
+# Why a load ended that this engine gave up.
+_GIVEN_UP = "cancelled"
 # How long peers are given to hear of the end.
 _GRACE_SECONDS = 1.0
 # Counters are read at most so often, and where transfers ended: no step may follow for long.
@@ -118,7 +121,9 @@ class WorkerHalf:
         self._bad_blocks |= polled.bad_blocks
         self._report = polled.report
         for request_id, reason in polled.failed:
-            logger.warning("the KV of request %s was not loaded: %s", request_id, reason)
+            # A client that goes away is no trouble.
+            level = logging.DEBUG if reason == _GIVEN_UP else logging.WARNING
+            logger.log(level, "the KV of request %s was not loaded: %s", request_id, reason)
         sent, self._released = set(self._released), []
         self._has_ended |= bool(sent or polled.received or polled.failed)
         return eras.transfer_results(sent, set(polled.received), failed=polled.failed_requests)
