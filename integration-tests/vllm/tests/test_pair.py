@@ -119,6 +119,29 @@ def test_blocks_that_decode_has_are_not_sent_again(ferry: Pair, reference: Engin
     ferry.wait_free()
 
 
+def test_prompts_that_begin_alike_and_are_computed_together_arrive_as_they_were_computed(
+    ferry: Pair, reference: EngineProcess
+) -> None:
+    """vLLM shares a block from the moment it is scheduled: all but one of these find what that one still computes."""
+    system = prompt(10 * BLOCK, seed=910)
+    prompts = [system + prompt(20 + i, seed=911 + i) for i in range(6)]
+    ferry.hand_over(prompt(40, seed=920), 1, "before")
+    ferry.prefill.call("hold", on=True)
+    started = [ferry.start_at_once(tokens, 1, f"alike{i}") for i, tokens in enumerate(prompts)]
+    ferry.prefill.call("hold", on=False)
+    answers = [decoding.answer() for _, decoding in started]
+    assert ferry.prefill.call("hold", on=False) > 1, "the requests did not run together"
+    for i, (tokens, answer) in enumerate(zip(prompts, answers)):
+        source, arrived = computed(ferry.prefill, f"alike{i}"), landed(ferry.decode, f"alike{i}")
+        assert source is not None and arrived is not None
+        assert differing(source, arrived) == []
+        assert len(answer.tokens) == 1
+    # What decode's own cache has of it by now is right, too.
+    local = ferry.decode.ask("after", system + prompt(9, seed=930), ANSWER)
+    assert local.tokens == reference.ask("after", system + prompt(9, seed=930), ANSWER).tokens
+    ferry.wait_free()
+
+
 def test_a_request_that_the_router_says_nothing_of_stays_local(ferry: Pair, reference: EngineProcess) -> None:
     tokens = prompt(70, seed=902)
     wanted = reference.ask("local", tokens, ANSWER).tokens
