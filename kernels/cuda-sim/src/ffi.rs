@@ -45,6 +45,8 @@ pub(crate) struct FoundKernel {
     pub(crate) sizes: Vec<usize>,
 }
 
+// SAFETY: the shim defines them so. The first only notes an address, which nobody but a kernel reads, and to run one is unsafe; the
+// others give addresses of static objects.
 unsafe extern "C" {
     safe fn kvferry_sim_set_place(place: *const Place);
     safe fn kvferry_sim_copy() -> *const RawKernel;
