@@ -1,19 +1,16 @@
-//! A peer that holds the key and then says whatever it likes, over TCP and over Unix lanes, again and again: no other byte of memory
-//! changes than it was granted, an honest peer is served beside it, and nothing is left of it.
+//! A peer that holds the key, or a certificate, and then says whatever it likes, over TCP, Unix lanes and TLS, again and again: no other
+//! byte of memory changes than it was granted, an honest peer is served beside it, and nothing is left of it.
 //!
 //! `KVFERRY_HOSTILE_ROUNDS=100000 KVFERRY_FAULT_SEED=1 cargo test -p kvferry-transport --test hostile` goes on for longer.
 
 mod common;
 
 use std::io::Write;
-use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use bytes::Bytes;
 use common::unix::ByHand;
-use common::{RawPeer, VERSION, config, key};
-use kvferry_protocol::PeerId;
+use common::{RawPeer, VERSION, config, node_with};
 use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Loop, Pages, Piece};
 use kvferry_protocol::wire::{
@@ -21,7 +18,7 @@ use kvferry_protocol::wire::{
     encode_table,
 };
 use kvferry_transport::testing::{Node, peer};
-use kvferry_transport::{Event, GrantKey, PathKind, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{Credentials, Event, GrantKey, PathKind, TcpConfigFile};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 const KIB: u64 = 1 << 10;
@@ -173,13 +170,40 @@ fn control(chance: &mut Chance, known: &Known) -> Vec<u8> {
     }
 }
 
-/// The victim, with little room for what it is made to say.
-fn victim() -> Node {
-    let file = TcpConfigFile { paths: PathKind::ALL.to_vec(), max_queued_message_bytes: 1 << 16, ..config() };
-    let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
-        Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
-    };
-    Node::new(&make, peer("victim", 1), MEMORY as usize)
+/// Where a hostile peer speaks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lanes {
+    /// TCP and Unix sockets.
+    Plain,
+    #[cfg(feature = "tls")]
+    Tls,
+}
+
+impl Lanes {
+    /// What a node of this name shows; the names are of certificates.
+    fn credentials(self, name: &str) -> Credentials {
+        match self {
+            Self::Plain => common::key().into(),
+            #[cfg(feature = "tls")]
+            Self::Tls => kvferry_transport::testing::certificates::tls(
+                name,
+                &["authority"],
+                kvferry_transport::tls::TlsNames::Any,
+            )
+            .into(),
+        }
+    }
+
+    /// The victim, with little room for what it is made to say.
+    fn victim(self) -> Node {
+        let paths = match self {
+            Self::Plain => PathKind::ALL.to_vec(),
+            #[cfg(feature = "tls")]
+            Self::Tls => vec![PathKind::Tcp],
+        };
+        let file = TcpConfigFile { paths, max_queued_message_bytes: 1 << 16, ..config() };
+        node_with("b", file, MEMORY as usize, self.credentials("b"))
+    }
 }
 
 fn memory_file(bytes: usize, seals: SealFlags) -> OwnedFd {
@@ -192,7 +216,7 @@ fn memory_file(bytes: usize, seals: SealFlags) -> OwnedFd {
     file
 }
 
-fn hostile_round(chance: &mut Chance, victim: &mut Node, known: &mut Known, name: &str) {
+fn hostile_round(lanes: Lanes, chance: &mut Chance, victim: &mut Node, known: &mut Known, name: &str) {
     let all = |bytes| Piece { region: RegionId::new(0), offset: 0, loops: Vec::new(), run_bytes: bytes };
     let who = peer(name, 1);
     let grant = |victim: &Node| {
@@ -201,7 +225,7 @@ fn hostile_round(chance: &mut Chance, victim: &mut Node, known: &mut Known, name
     };
     let limit = Some(Duration::from_millis(300));
     let frames = 1 + chance.below(60);
-    let mut speak = |lane: &mut dyn Write, control_lane: &mut TcpStream, victim: &Node, chance: &mut Chance| {
+    let mut speak = |lane: &mut dyn Write, control_lane: &mut dyn Write, victim: &Node, chance: &mut Chance| {
         let mut live: Vec<GrantKey> = Vec::new();
         for _ in 0..frames {
             if live.is_empty()
@@ -225,17 +249,27 @@ fn hostile_round(chance: &mut Chance, victim: &mut Node, known: &mut Known, name
         }
         live.into_iter().for_each(|key| victim.transport.revoke(key));
     };
-    if chance.one_in(2) {
-        let mut raw = RawPeer::join(victim, name);
-        raw.data.set_write_timeout(limit).unwrap();
-        raw.control.set_write_timeout(limit).unwrap();
-        speak(&mut raw.data, &mut raw.control, victim, chance);
-    } else {
-        let mut hand = ByHand::join(victim, name);
-        hand.data.set_write_timeout(limit).unwrap();
-        hand.control.set_write_timeout(limit).unwrap();
-        share_something(chance, &mut hand);
-        speak(&mut hand.data, &mut hand.control, victim, chance);
+    match lanes {
+        Lanes::Plain if chance.one_in(2) => {
+            let mut raw = RawPeer::join(victim, name);
+            raw.data.set_write_timeout(limit).unwrap();
+            raw.control.set_write_timeout(limit).unwrap();
+            speak(&mut raw.data, &mut raw.control, victim, chance);
+        }
+        Lanes::Plain => {
+            let mut hand = ByHand::join(victim, name);
+            hand.data.set_write_timeout(limit).unwrap();
+            hand.control.set_write_timeout(limit).unwrap();
+            share_something(chance, &mut hand);
+            speak(&mut hand.data, &mut hand.control, victim, chance);
+        }
+        #[cfg(feature = "tls")]
+        Lanes::Tls => {
+            let mut inside = common::channel::TlsPeer::join(victim, name);
+            inside.data.sock.set_write_timeout(limit).unwrap();
+            inside.control.sock.set_write_timeout(limit).unwrap();
+            speak(&mut inside.data, &mut inside.control, victim, chance);
+        }
     }
     let down = |event: &Event| matches!(event, Event::Down { peer: Some(peer), .. } if *peer == who);
     victim.wait("the hostile peer's end", down);
@@ -278,12 +312,23 @@ fn number(name: &str, default: u64) -> u64 {
 
 #[test]
 fn a_peer_that_says_whatever_it_likes_reaches_nothing_that_it_was_not_granted() {
-    let rounds = number("KVFERRY_HOSTILE_ROUNDS", ROUNDS);
+    attack(Lanes::Plain, ROUNDS);
+}
+
+#[cfg(feature = "tls")]
+#[test]
+fn nor_does_one_with_a_certificate() {
+    // Each round costs two handshakes of public keys.
+    attack(Lanes::Tls, ROUNDS / 3);
+}
+
+fn attack(lanes: Lanes, rounds: u64) {
+    let rounds = number("KVFERRY_HOSTILE_ROUNDS", rounds);
     let seed = number("KVFERRY_FAULT_SEED", std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos().into());
     eprintln!("KVFERRY_FAULT_SEED={seed} KVFERRY_HOSTILE_ROUNDS={rounds} runs this again");
     let mut chance = Chance(seed);
-    let mut victim = victim();
-    let mut honest = common::node("honest", config(), MEMORY as usize);
+    let mut victim = lanes.victim();
+    let mut honest = node_with("a", config(), MEMORY as usize, lanes.credentials("a"));
     honest.meet(&mut victim);
     honest.memory.fill(0, MEMORY as usize, 0x33);
     victim.memory.fill(0, MEMORY as usize, 0x11);
@@ -294,7 +339,7 @@ fn a_peer_that_says_whatever_it_likes_reaches_nothing_that_it_was_not_granted() 
         let others = victim.grant(&honest.peer, GRANTED, 64 * KIB);
         known.keys.push(others.0);
         let name = format!("hostile-{}", chance.below(3));
-        hostile_round(&mut chance, &mut victim, &mut known, &name);
+        hostile_round(lanes, &mut chance, &mut victim, &mut known, &name);
         assert!(victim.memory.is_all(GRANTED as usize, (MEMORY - GRANTED) as usize, 0x11), "round {round}");
         victim.memory.fill(0, GRANTED as usize, 0x55);
         let post = honest.post(&victim.peer, others, 0, 0, 0, 64 * KIB);

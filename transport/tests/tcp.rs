@@ -7,9 +7,7 @@ use std::net::Shutdown;
 use std::time::Instant;
 
 use bytes::Bytes;
-use common::{
-    KEY, RawPeer, VERSION, address, config, dialler, head, identity, key, node, node_with_key, shake, stream_to,
-};
+use common::{KEY, RawPeer, VERSION, address, config, dialler, head, identity, key, node, node_with, shake, stream_to};
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::wire::{
     ClusterKey, ClusterKeys, Declined, Dialler, FrameHeader, FrameKind, HandshakeError, Introduction, Refusal,
@@ -125,7 +123,7 @@ fn a_peer_that_asks_without_end_and_reads_no_answer_is_sent_away() {
 
 #[test]
 fn a_peer_with_another_key_is_refused_on_both_sides() {
-    let mut a = node_with_key("a", config(), 64, ClusterKey::new(&[8; 32]).unwrap());
+    let mut a = node_with("a", config(), 64, ClusterKey::new(&[8; 32]).unwrap());
     let mut b = node("b", config(), 64);
     a.transport.connect(&b.transport.local_address()).unwrap();
     let Event::Down { peer: None, reason, .. } = a.wait("Down", |e| matches!(e, Event::Down { .. })) else {
@@ -142,8 +140,8 @@ fn a_peer_with_another_key_is_refused_on_both_sides() {
 #[test]
 fn a_cluster_changes_its_key_while_sessions_go_on() {
     let [old, new] = [7, 8].map(|byte| ClusterKey::new(&[byte; 32]).unwrap());
-    let mut a = node_with_key("a", config(), 4096, old.clone());
-    let mut b = node_with_key("b", config(), 4096, old.clone());
+    let mut a = node_with("a", config(), 4096, old.clone());
+    let mut b = node_with("b", config(), 4096, old.clone());
     a.meet(&mut b);
     let both = |own: &ClusterKey, other: &ClusterKey| ClusterKeys::new(own.clone(), vec![other.clone()]);
     let steps = [

@@ -10,21 +10,16 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use common::{address, config, identity, key, shake, stream_to};
-use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{
-    ChannelSecret, ClusterKey, ClusterKeys, Declined, Dialler, HandshakeError, Introduction, VERSIONS, Verdict,
-};
+use common::channel::{chain, client, client_config, dialler, roots};
+use common::{address, config, identity, key, node_with, shake, stream_to};
+use kvferry_protocol::wire::{ClusterKey, ClusterKeys, Declined, HandshakeError, Introduction, Verdict};
 use kvferry_transport::testing::certificates::{authority_pem, node_pem, tls};
 use kvferry_transport::testing::{Node, Proxy, ProxyPlan, peer};
 use kvferry_transport::tls::{TlsError, TlsIdentity, TlsNames, TlsPem};
 use kvferry_transport::ucx::UcxConfigFile;
-use kvferry_transport::{
-    Credentials, Event, PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
-};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection, StreamOwned};
+use kvferry_transport::{Credentials, Event, PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, TransportError};
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection, StreamOwned};
 
 const MIB: usize = 1 << 20;
 const ANY: TlsNames = TlsNames::Any;
@@ -35,15 +30,7 @@ fn patient() -> TcpConfigFile {
 }
 
 fn node(name: &str, credentials: impl Into<Credentials>, bytes: usize) -> Node {
-    node_with(name, patient(), credentials, bytes)
-}
-
-fn node_with(name: &str, file: TcpConfigFile, credentials: impl Into<Credentials>, bytes: usize) -> Node {
-    let credentials = credentials.into();
-    let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
-        Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), credentials.clone(), peer, greeting).unwrap())
-    };
-    Node::new(&make, peer(name, 1), bytes)
+    node_with(name, patient(), bytes, credentials)
 }
 
 fn works(a: &mut Node, b: &mut Node) {
@@ -222,7 +209,7 @@ fn a_handshake_broken_anywhere_fails_and_is_tried_again() {
             ] {
                 // A turned bit in a record's length makes its reader wait for more: there the deadline is the end.
                 let file = TcpConfigFile { handshake_ms: 150, ..config() };
-                let mut a = node_with("a", file, tls("a", &["authority"], ANY), 64);
+                let mut a = node_with("a", file, 64, tls("a", &["authority"], ANY));
                 let proxy = Proxy::new(address(&b), plan);
                 a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
                 match a.wait("an end", |event| matches!(event, Event::Up { .. } | Event::Down { .. })) {
@@ -244,8 +231,8 @@ fn a_handshake_broken_anywhere_fails_and_is_tried_again() {
 #[test]
 fn records_that_the_socket_did_not_take_go_when_it_does() {
     let file = TcpConfigFile { lanes_same_host: 1, socket_buffer_bytes: Some(16 << 10), ..patient() };
-    let mut a = node_with("a", file.clone(), tls("a", &["authority"], ANY), 4 * MIB);
-    let mut b = node_with("b", file, tls("b", &["authority"], ANY), 4 * MIB);
+    let mut a = node_with("a", file.clone(), 4 * MIB, tls("a", &["authority"], ANY));
+    let mut b = node_with("b", file, 4 * MIB, tls("b", &["authority"], ANY));
     a.meet(&mut b);
     let grant = b.grant(&a.peer, 0, 4 * MIB as u64);
     for sequence in 0..8_u32 {
@@ -396,7 +383,7 @@ fn a_stranger_without_a_certificate_and_garbage_make_no_session_and_do_no_harm()
 fn strangers_that_say_nothing_are_let_go() {
     let limit = 4;
     let file = TcpConfigFile { max_unauthenticated: limit, handshake_ms: 300, ..config() };
-    let mut b = node_with("b", file, tls("b", &["authority"], ANY), 64);
+    let mut b = node_with("b", file, 64, tls("b", &["authority"], ANY));
     let silent: Vec<TcpStream> = (0..limit).map(|_| stream_to(address(&b))).collect();
     for mut stream in silent {
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "hung up at the deadline");
@@ -408,8 +395,8 @@ fn strangers_that_say_nothing_are_let_go() {
 #[test]
 fn descriptors_cross_beside_encrypted_lanes() {
     let file = TcpConfigFile { paths: vec![PathKind::SharedMemory, PathKind::UnixSocket], ..patient() };
-    let mut a = node_with("a", file.clone(), tls("a", &["authority"], ANY), 4096);
-    let mut b = node_with("b", file, tls("b", &["authority"], ANY), 4096);
+    let mut a = node_with("a", file.clone(), 4096, tls("a", &["authority"], ANY));
+    let mut b = node_with("b", file, 4096, tls("b", &["authority"], ANY));
     a.transport.connect(&b.transport.local_address()).unwrap();
     let Event::Up { path, .. } = a.wait_up(&b.peer.clone()) else { unreachable!("wait_up gives Up") };
     assert_eq!(path.kind, PathKind::SharedMemory, "{path:?}");
@@ -504,45 +491,10 @@ impl Tap {
     }
 }
 
-fn roots() -> RootCertStore {
-    let mut roots = RootCertStore::empty();
-    let authority = authority_pem(&["authority"]);
-    roots.add_parsable_certificates(CertificateDer::pem_slice_iter(&authority).map(Result::unwrap));
-    roots
-}
-
-fn chain(node: &str) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
-    let (certificate, key) = node_pem(node);
-    let chain = CertificateDer::pem_slice_iter(certificate).map(Result::unwrap).collect();
-    (chain, PrivateKeyDer::from_pem_slice(key).unwrap())
-}
-
-fn client_config() -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
-    let provider = Arc::new(rustls_graviola::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&rustls::version::TLS13]);
-    builder.unwrap().with_root_certificates(roots())
-}
-
 fn anonymous() -> ClientConfig {
     let mut config = client_config().with_no_client_auth();
     config.alpn_protocols = vec![b"kvferry".to_vec()];
     config
-}
-
-/// The certificate of `a`, over a connection to `b`.
-fn client(to: SocketAddr) -> StreamOwned<ClientConnection, TcpStream> {
-    let (chain, key) = chain("a");
-    let mut config = client_config().with_client_auth_cert(chain, key).unwrap();
-    config.alpn_protocols = vec![b"kvferry".to_vec()];
-    let connection = ClientConnection::new(Arc::new(config), ServerName::try_from("b").unwrap()).unwrap();
-    shaken(StreamOwned::new(connection, stream_to(to)))
-}
-
-fn shaken(mut stream: StreamOwned<ClientConnection, TcpStream>) -> StreamOwned<ClientConnection, TcpStream> {
-    while stream.conn.is_handshaking() {
-        stream.conn.complete_io(&mut stream.sock).unwrap();
-    }
-    stream
 }
 
 /// The certificate of `b`, over a connection that was accepted.
@@ -556,11 +508,4 @@ fn server(stream: TcpStream) -> StreamOwned<ServerConnection, TcpStream> {
     let mut config = builder.with_single_cert(chain, key).unwrap();
     config.alpn_protocols = vec![b"kvferry".to_vec()];
     StreamOwned::new(ServerConnection::new(Arc::new(config)).unwrap(), stream)
-}
-
-fn dialler(stream: &StreamOwned<ClientConnection, TcpStream>, introduction: Introduction) -> Dialler {
-    let secret = stream.conn.export_keying_material([0; 32], ChannelSecret::LABEL, None).unwrap();
-    let keys = ClusterKeys::of_channel(&ChannelSecret::new(secret));
-    let deadline = std::time::Instant::now();
-    Dialler::new(keys.own().clone(), VERSIONS, introduction, [3; 32], deadline)
 }

@@ -1,6 +1,8 @@
 //! A peer that speaks the wire by hand: as slowly and as wrongly as a test wants.
 #![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses a part of it")]
 
+#[cfg(feature = "tls")]
+pub(crate) mod channel;
 pub(crate) mod unix;
 
 use std::io::{Read, Write};
@@ -16,7 +18,7 @@ use kvferry_protocol::wire::{
 };
 use kvferry_transport::rdma::RdmaConfigFile;
 use kvferry_transport::testing::{Node, PATIENCE, peer};
-use kvferry_transport::{PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{Credentials, PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport};
 
 pub(crate) const KEY: [u8; 32] = [7; 32];
 pub(crate) const VERSION: u16 = VERSIONS.max;
@@ -47,12 +49,13 @@ pub(crate) fn rdma_config() -> TcpConfigFile {
 }
 
 pub(crate) fn node(name: &str, file: TcpConfigFile, bytes: usize) -> Node {
-    node_with_key(name, file, bytes, key())
+    node_with(name, file, bytes, key())
 }
 
-pub(crate) fn node_with_key(name: &str, file: TcpConfigFile, bytes: usize, key: ClusterKey) -> Node {
+pub(crate) fn node_with(name: &str, file: TcpConfigFile, bytes: usize, credentials: impl Into<Credentials>) -> Node {
+    let credentials = credentials.into();
     let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
-        Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key.clone(), peer, greeting).unwrap())
+        Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), credentials.clone(), peer, greeting).unwrap())
     };
     Node::new(&make, peer(name, 1), bytes)
 }
