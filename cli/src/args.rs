@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvferry::config::{Names, TlsFiles};
 use kvferry_transport::PathKind;
 use serde::{Deserialize, Serialize};
 
@@ -176,12 +177,46 @@ pub(crate) struct DoctorArgs {
     /// File with the key of both sides; or KVFERRY_PSK in the environment.
     #[arg(long, value_name = "FILE")]
     pub(crate) key: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) tls: Option<DoctorTls>,
     /// What this side calls itself.
     #[arg(long, default_value = "doctor")]
     pub(crate) engine_id: String,
     /// Print JSON instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The certificates of an engine, as its configuration names them.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct DoctorTls {
+    /// File with this side's certificate chain (PEM): the pair then speaks mutual TLS, with the key or without one.
+    #[arg(long = "tls-certificate-file", value_name = "FILE", required = false, requires_all = ["tls_key_file", "tls_authority_file"])]
+    pub(crate) tls_certificate_file: PathBuf,
+    /// File with its private key (PEM).
+    #[arg(long = "tls-key-file", value_name = "FILE", required = false, requires = "tls_certificate_file")]
+    pub(crate) tls_key_file: PathBuf,
+    /// File with the cluster's authorities (PEM).
+    #[arg(long = "tls-authority-file", value_name = "FILE", required = false, requires = "tls_certificate_file")]
+    pub(crate) tls_authority_file: PathBuf,
+    /// What a peer's certificate must say: nothing, or the name that the peer calls itself.
+    #[arg(long = "tls-names", value_name = "any|engine", default_value = "any", requires = "tls_certificate_file", value_parser = parse_names)]
+    pub(crate) tls_names: Names,
+}
+
+impl DoctorTls {
+    pub(crate) fn files(&self) -> TlsFiles {
+        TlsFiles {
+            certificate: self.tls_certificate_file.clone(),
+            key: self.tls_key_file.clone(),
+            authority: self.tls_authority_file.clone(),
+            names: self.tls_names,
+        }
+    }
+}
+
+fn parse_names(word: &str) -> Result<Names, String> {
+    Names::from_word(word).ok_or_else(|| "write any or engine".to_owned())
 }
 
 /// Which transport.

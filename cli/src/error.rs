@@ -23,9 +23,9 @@ pub(crate) enum CliError {
         /// What to write.
         fix: String,
     },
-    /// The cluster's key cannot be read.
-    #[error("the key")]
-    Key {
+    /// The cluster's key or certificates cannot be used.
+    #[error("what this side proves itself with")]
+    Credentials {
         /// Why.
         #[source]
         source: ConfigError,
@@ -140,7 +140,7 @@ impl CliError {
     /// What the process ends with.
     pub(crate) fn code(&self) -> ExitCode {
         ExitCode::from(match self {
-            Self::Argument { .. } | Self::Key { .. } | Self::Sizing { .. } => 2,
+            Self::Argument { .. } | Self::Credentials { .. } | Self::Sizing { .. } => 2,
             Self::Unavailable { .. } => 3,
             _ => 4,
         })

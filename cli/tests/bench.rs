@@ -220,9 +220,9 @@ impl Drop for Running {
 }
 
 /// Starts a side that listens; its process, and the address that it prints.
-fn listening(arguments: &[&str], psk: &str) -> (Running, String) {
+fn listening(arguments: &[&str], psk: Option<&str>) -> (Running, String) {
     let mut command = kvferry();
-    command.args(arguments).env("KVFERRY_PSK", psk).stdout(Stdio::piped());
+    command.args(arguments).envs(psk.map(|psk| ("KVFERRY_PSK", psk))).stdout(Stdio::piped());
     let mut child = command.spawn().expect("it starts");
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).expect("a line");
@@ -234,7 +234,7 @@ const PSK: &str = "a key of the bench's tests";
 
 #[test]
 fn two_sides_that_were_started_by_hand_measure_run_after_run() {
-    let (_other, address) = listening(&["bench", "--listen", "127.0.0.1:0", "--memory", "1MiB"], PSK);
+    let (_other, address) = listening(&["bench", "--listen", "127.0.0.1:0", "--memory", "1MiB"], Some(PSK));
     for direction in ["push", "pull"] {
         let mut command = kvferry();
         command.arg("bench").args(SMALL).args(["--connect", &address, "--direction", direction, "--json"]);
@@ -282,7 +282,7 @@ fn a_doctor_tells_machine_and_pair_and_which_key_is_wrong() {
     for row in rows {
         assert_eq!(row["state"] == "ok", row["mend"].is_null(), "{row}");
     }
-    let (_other, address) = listening(&["doctor", "--listen", "127.0.0.1:0"], PSK);
+    let (_other, address) = listening(&["doctor", "--listen", "127.0.0.1:0"], Some(PSK));
     let ask = |psk: &str| kvferry().args(["doctor", &address, "--json"]).env("KVFERRY_PSK", psk).output().unwrap();
     let output = ask(PSK);
     assert!(output.status.success(), "{}\n{}", text(&output.stdout), text(&output.stderr));
@@ -300,6 +300,52 @@ fn a_doctor_tells_machine_and_pair_and_which_key_is_wrong() {
     let output = kvferry().args(["doctor", "127.0.0.1:1", "--json"]).env("KVFERRY_PSK", PSK).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stdout).contains("nobody listens there"), "{}", text(&output.stdout));
+}
+
+/// The arguments of certificates that the transport's tests have.
+fn certificates(node: &str, authority: &str) -> Vec<String> {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../transport/src/testing/tls");
+    let file = |flag: &str, name: &str| format!("--tls-{flag}-file={folder}/{name}.pem");
+    vec![file("certificate", node), file("key", &format!("{node}.key")), file("authority", authority)]
+}
+
+#[test]
+fn a_doctor_tells_which_certificates_are_wrong() {
+    let certificates_of_b = certificates("b", "authority");
+    let listen = ["doctor", "--listen", "127.0.0.1:0", "--engine-id", "b", "--tls-names", "engine"];
+    let listen: Vec<&str> = listen.into_iter().chain(certificates_of_b.iter().map(String::as_str)).collect();
+    // Certificates do without a key.
+    let (_other, address) = listening(&listen, None);
+    let ask = |name: &str, shown: &[String]| {
+        let output = kvferry().args(["doctor", &address, "--json", "--engine-id", name]).args(shown).output().unwrap();
+        let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        (output.status.code(), found["pair"].clone())
+    };
+    let row = |pair: &Value, name: &str| {
+        let rows = pair["rows"].as_array().unwrap();
+        rows.iter().find(|row| row["name"] == name).map(|row| (row["state"].clone(), row["found"].to_string()))
+    };
+    let (code, pair) = ask("a", &certificates("a", "authority"));
+    assert_eq!((code, row(&pair, "certificates").map(|row| row.0)), (Some(0), Some("ok".into())), "{pair}");
+    assert_eq!(pair["figures"]["sizes"][0]["tls"], true, "{pair}");
+    for (name, shown, told) in [
+        ("a", certificates("a-other", "authority"), "certificate"),
+        ("a", certificates("a", "other"), "certificate is not from an authority of ours"),
+        ("c", certificates("a", "authority"), "name"),
+    ] {
+        let (code, pair) = ask(name, &shown);
+        let (state, found) = row(&pair, "certificates").unwrap_or_else(|| panic!("{pair}"));
+        assert_eq!((code, state), (Some(1), "broken".into()), "{pair}");
+        assert!(found.contains(told), "{pair}");
+    }
+    // Files that cannot be used, or are missing, are arguments that cannot be.
+    for (shown, told) in
+        [(certificates("nobody", "authority"), "nobody.pem"), (vec![certificates_of_b[0].clone()], "--tls-key-file")]
+    {
+        let output = kvferry().args(["doctor", &address]).args(&shown).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(text(&output.stderr).contains(told), "{}", text(&output.stderr));
+    }
 }
 
 #[test]
@@ -337,7 +383,7 @@ fn wait_connected(port: u16) {
 
 #[test]
 fn another_side_that_is_killed_ends_the_bench_with_a_word() {
-    let (other, address) = listening(&["bench", "--listen", "127.0.0.1:0", "--memory", "1MiB"], PSK);
+    let (other, address) = listening(&["bench", "--listen", "127.0.0.1:0", "--memory", "1MiB"], Some(PSK));
     let mut command = kvferry();
     command.args(["bench", "--connect", &address, "--block", "4KiB", "--memory", "1MiB", "--rounds", "1000"]);
     command.env("KVFERRY_PSK", PSK).stdout(Stdio::piped()).stderr(Stdio::piped());

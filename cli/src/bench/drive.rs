@@ -262,7 +262,7 @@ fn row(
         batch: case.batch,
         posts: case.posts,
         lanes: setup.lanes,
-        tls: setup.tls,
+        tls: setup.credentials.is_tls(),
         direction: case.direction,
         lent_share: rounded(lent_share),
         digest: case.digest,

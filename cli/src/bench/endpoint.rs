@@ -3,10 +3,7 @@
 use std::net::SocketAddr;
 
 use bytes::Bytes;
-use kvferry::config::PreSharedKey;
-use kvferry_protocol::wire::ClusterKey;
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
-use kvferry_transport::tls::{TlsError, TlsIdentity, TlsNames, TlsPem};
 use kvferry_transport::{
     Credentials, PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
 };
@@ -30,16 +27,15 @@ pub(crate) struct Setup {
     pub(crate) data_threads: u16,
     /// The most peers.
     pub(crate) peers: u32,
-    pub(crate) key: PreSharedKey,
-    /// Whether lanes are encrypted.
-    pub(crate) tls: bool,
+    /// By what both sides prove themselves.
+    pub(crate) credentials: Credentials,
     /// What this side calls itself.
     pub(crate) name: Option<String>,
 }
 
 impl Setup {
     /// One peer, as the connector has it.
-    pub(crate) fn new(kind: Option<Kind>, lanes: u16, key: PreSharedKey) -> Self {
+    pub(crate) fn new(kind: Option<Kind>, lanes: u16, credentials: Credentials) -> Self {
         let defaults = TcpConfigFile::default();
         Self {
             kind,
@@ -47,8 +43,7 @@ impl Setup {
             lanes,
             data_threads: defaults.data_threads,
             peers: defaults.max_peers,
-            key,
-            tls: false,
+            credentials,
             name: None,
         }
     }
@@ -116,7 +111,7 @@ pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliE
         CliError::argument(argument, &error.found, error.fix)
     })?;
     let what = format!("cannot listen on {}", setup.listen.as_deref().unwrap_or("the loopback address"));
-    let tcp = Tcp::bind(config, credentials(setup)?, peer, Bytes::new()).map_err(CliError::transport(what))?;
+    let tcp = Tcp::bind(config, setup.credentials.clone(), peer, Bytes::new()).map_err(CliError::transport(what))?;
     Ok(Box::new(tcp))
 }
 
@@ -135,25 +130,6 @@ fn peer(name: &str) -> Result<PeerId, CliError> {
     })?;
     let incarnation = Incarnation::new(u64::from_le_bytes(random));
     Ok(PeerId { engine, incarnation, pp_rank: PpRank::new(0), tp_rank: TpRank::new(0) })
-}
-
-fn credentials(setup: &Setup) -> Result<Credentials, CliError> {
-    let key = cluster_key(&setup.key)?;
-    if !setup.tls {
-        return Ok(key.into());
-    }
-    let pem = TlsPem {
-        certificate: include_bytes!("tls/node.pem"),
-        key: include_bytes!("tls/node.key.pem"),
-        authority: include_bytes!("tls/authority.pem"),
-        names: TlsNames::Any,
-    };
-    let refuse = |error: TlsError| CliError::argument("--tls", "cannot be used here", error.to_string());
-    Ok(Credentials::Tls { identity: TlsIdentity::new(&pem).map_err(refuse)?, keys: Some(key.into()) })
-}
-
-fn cluster_key(psk: &PreSharedKey) -> Result<ClusterKey, CliError> {
-    ClusterKey::new(psk.expose()).map_err(|error| CliError::argument("--key", "(not shown)", error.to_string()))
 }
 
 /// What the session's path is called, if it is the one that was asked for: a slower one is never taken in silence.

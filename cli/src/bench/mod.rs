@@ -9,11 +9,11 @@
 mod arena;
 mod case;
 mod content;
+pub(crate) mod credentials;
 mod crowd;
 mod drive;
 pub(crate) mod endpoint;
 mod flow;
-pub(crate) mod key;
 mod limit;
 mod other_side;
 mod plot;
@@ -24,7 +24,7 @@ mod words;
 
 use std::process::ExitCode;
 
-use kvferry::config::PreSharedKey;
+use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::PathReport;
 use serde::Serialize;
 
@@ -42,8 +42,8 @@ pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     let quick = BenchArgs { rounds: 1, requests: 20, memory: QUICK_MEMORY, seconds: 1, ..options.clone() };
     let options = if options.quick { &quick } else { options };
     if let Some(listen) = &options.listen {
-        let key = key::given(options.key.as_deref())?;
-        let setup = Setup { listen: Some(listen.clone()), ..setup(options, key) };
+        let key = credentials::given(options.key.as_deref())?;
+        let setup = Setup { listen: Some(listen.clone()), ..setup(options, key)? };
         return serve::run(&setup, options.memory.0, options.until_input_ends).map(|()| ExitCode::SUCCESS);
     }
     if let Some(counts) = &options.crowd {
@@ -57,13 +57,13 @@ pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     let cases = cases(options)?;
     let report = match &options.connect {
         Some(address) => {
-            let key = key::given(options.key.as_deref())?;
-            measure(options, cases, setup(options, key), address)?
+            let key = credentials::given(options.key.as_deref())?;
+            measure(options, cases, setup(options, key)?, address)?
         }
         None => {
-            let (key, text) = key::drawn()?;
+            let (key, text) = credentials::drawn()?;
             // Refuses here what it would refuse in the other process.
-            let setup = setup(options, key);
+            let setup = setup(options, key)?;
             drop(endpoint::open(&setup, "bench-measuring")?);
             let other_side = OtherSide::start(options, &text)?;
             measure(options, cases, setup, &other_side.address)?
@@ -72,8 +72,8 @@ pub(crate) fn run(options: &BenchArgs) -> Result<ExitCode, CliError> {
     print(options, &report)
 }
 
-fn setup(options: &BenchArgs, key: PreSharedKey) -> Setup {
-    Setup { tls: options.tls, ..Setup::new(Some(options.transport), options.lanes, key) }
+fn setup(options: &BenchArgs, key: ClusterKey) -> Result<Setup, CliError> {
+    Ok(Setup::new(Some(options.transport), options.lanes, credentials::of_key(key, options.tls)?))
 }
 
 fn cases(options: &BenchArgs) -> Result<Vec<Case>, CliError> {

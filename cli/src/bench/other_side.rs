@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde::Deserialize;
 
-use super::key;
+use super::credentials;
 use crate::args::BenchArgs;
 use crate::error::CliError;
 
@@ -30,7 +30,7 @@ impl OtherSide {
         command.args(["--transport", options.transport.name()]);
         command.args(["--lanes", &options.lanes.to_string(), "--memory", &options.memory.0.to_string()]);
         command.args(options.tls.then_some("--tls"));
-        command.env(key::VARIABLE, key).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.env(credentials::VARIABLE, key).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(CliError::io("the other side cannot be started"))?;
         let mut line = String::new();
         let output = child.stdout.take().map(BufReader::new);

@@ -6,12 +6,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use kvferry_transport::TransportError;
+use kvferry_transport::{Credentials, TransportError};
 use serde::Serialize;
 
 use super::row::{self, Row};
-use crate::args::DoctorArgs;
-use crate::bench::{self, Figures, endpoint::Setup, key};
+use crate::args::{DoctorArgs, DoctorTls};
+use crate::bench::{self, Figures, credentials, endpoint::Setup};
 use crate::error::{CliError, with_causes};
 
 /// How long a connection may take.
@@ -41,13 +41,13 @@ impl Pair {
 /// Answers doctors of other machines until the process is ended.
 pub(crate) fn answer(options: &DoctorArgs) -> Result<ExitCode, CliError> {
     let listen = options.listen.map(|address| address.to_string());
-    let setup = Setup { listen, ..Setup::new(None, LANES, key::given(options.key.as_deref())?) };
+    let setup = Setup { listen, ..setup(options)? };
     bench::serve_doctor(&setup, &options.engine_id).map(|()| ExitCode::SUCCESS)
 }
 
 /// Reaches the other side, proves who this is, and measures.
 pub(crate) fn examine(options: &DoctorArgs, address: SocketAddr) -> Result<Pair, CliError> {
-    let setup = Setup::new(None, LANES, key::given(options.key.as_deref())?);
+    let setup = setup(options)?;
     let mut pair = Pair { address, rows: Vec::new(), figures: None };
     if let Err(row) = reach(&mut pair.rows, address) {
         pair.rows.push(row);
@@ -55,14 +55,31 @@ pub(crate) fn examine(options: &DoctorArgs, address: SocketAddr) -> Result<Pair,
     }
     match bench::measure_pair(&setup, &options.engine_id, address) {
         Ok(figures) => {
-            pair.rows.push(Row::ok("key", "both sides have the same"));
+            pair.rows.push(member(&setup));
             pair.rows.push(path(&figures));
             pair.rows.push(pattern(&figures));
             pair.figures = Some(figures);
         }
-        Err(error) => pair.rows.push(failed(&error)),
+        Err(error) => pair.rows.push(failed(&setup, &error)),
     }
     Ok(pair)
+}
+
+/// What engines are configured with: their key, or certificates.
+fn setup(options: &DoctorArgs) -> Result<Setup, CliError> {
+    let files = options.tls.as_ref().map(DoctorTls::files);
+    Ok(Setup::new(None, LANES, credentials::of_cluster(options.key.as_deref(), files.as_ref())?))
+}
+
+/// What the session showed.
+fn member(setup: &Setup) -> Row {
+    match &setup.credentials {
+        Credentials::Keys(_) => Row::ok("key", "both sides have the same"),
+        Credentials::Tls { keys: None, .. } => Row::ok("certificates", "both sides are of the same authority"),
+        Credentials::Tls { keys: Some(_), .. } => {
+            Row::ok("certificates", "both sides are of the same authority, and have the same key")
+        }
+    }
 }
 
 /// A plain connection: tells an address that nobody serves from a key that does not fit.
@@ -88,9 +105,17 @@ fn reach(rows: &mut Vec<Row>, address: SocketAddr) -> Result<(), Row> {
     }
 }
 
-fn failed(error: &CliError) -> Row {
+fn failed(setup: &Setup, error: &CliError) -> Row {
     let text = with_causes(error);
     match error {
+        CliError::Gone { source: TransportError::Authentication { .. }, .. } if setup.credentials.is_tls() => {
+            Row::broken(
+                "certificates",
+                text,
+                "give both sides certificates of the same authority, both of them a key or neither; \
+             openssl x509 -in FILE -noout -dates -issuer says what one is",
+            )
+        }
         CliError::Gone { source: TransportError::Authentication { .. }, .. } => {
             Row::broken("key", text, "give both sides the same file with --key, or the same KVFERRY_PSK")
         }

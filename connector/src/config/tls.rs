@@ -42,11 +42,11 @@ impl TlsFiles {
         Ok(Some(files))
     }
 
-    /// Reads the certificates.
+    /// Reads the certificates, as the files are now.
     ///
     /// # Errors
     /// [`ConfigError::Read`], or [`ConfigError::Tls`] if the texts cannot be used.
-    pub(crate) fn read(&self) -> Result<TlsIdentity, ConfigError> {
+    pub fn read(&self) -> Result<TlsIdentity, ConfigError> {
         let [certificate, key, authority] =
             [bytes(CERTIFICATE, &self.certificate)?, bytes(KEY, &self.key)?, bytes(AUTHORITY, &self.authority)?];
         let names = match self.names {

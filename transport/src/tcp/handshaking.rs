@@ -372,9 +372,9 @@ impl Handshaking {
 fn refused(peer: &str, error: &HandshakeError) -> TransportError {
     let (peer, problem) = (peer.to_owned(), chain(error));
     match error {
-        HandshakeError::Proof { .. } | HandshakeError::HungUp { step: HandshakeStep::ListenerProof } => {
-            TransportError::Authentication { peer, problem }
-        }
+        HandshakeError::Proof { .. }
+        | HandshakeError::HungUp { step: HandshakeStep::ListenerProof }
+        | HandshakeError::Declined(Declined::Unnamed) => TransportError::Authentication { peer, problem },
         HandshakeError::Busy | HandshakeError::Declined(_) => TransportError::Ended { peer, reason: problem },
         _ => TransportError::Protocol { peer, problem },
     }

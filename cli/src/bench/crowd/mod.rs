@@ -19,7 +19,7 @@ use super::arena::Arena;
 use super::case::Case;
 use super::endpoint::{self, Setup, address_text};
 use super::words::Word;
-use super::{content, key};
+use super::{content, credentials};
 use crate::args::BenchArgs;
 use crate::error::CliError;
 use crate::figures::rounded;
@@ -54,9 +54,9 @@ pub(crate) fn run(options: &BenchArgs) -> Result<CrowdReport, CliError> {
         return Err(CliError::argument("--peers and --idle-peers", busy + idle, "write at most 4000 together"));
     }
     raise_file_limit();
-    let (key, text) = key::drawn()?;
-    let setup =
-        Setup { peers: busy + idle + 2, tls: options.tls, ..Setup::new(Some(options.transport), options.lanes, key) };
+    let (key, text) = credentials::drawn()?;
+    let credentials = credentials::of_key(key, options.tls)?;
+    let setup = Setup { peers: busy + idle + 2, ..Setup::new(Some(options.transport), options.lanes, credentials) };
     let transport: Arc<dyn Transport> = endpoint::open(&setup, "bench-node")?.into();
     let mut crowd = Crowd::start(options, &address_text(&transport.local_address()), &text)?;
     let shareable = setup.is_shareable();

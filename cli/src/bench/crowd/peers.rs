@@ -14,7 +14,7 @@ use crate::bench::arena::Arena;
 use crate::bench::case::{Case, Span};
 use crate::bench::endpoint::{self, Setup};
 use crate::bench::words::Word;
-use crate::bench::{content, key};
+use crate::bench::{content, credentials};
 use crate::error::{CliError, with_causes};
 
 /// The process of the peers; ends with the value.
@@ -30,7 +30,7 @@ impl Crowd {
         command.args(["--block", &case.block_bytes.to_string(), "--batch", &case.batch.to_string()]);
         command.args(options.tls.then_some("--tls"));
         command.args(["--crowd", &options.peers.to_string(), &options.idle_peers.to_string()]);
-        command.env(key::VARIABLE, key).stdin(Stdio::piped());
+        command.env(credentials::VARIABLE, key).stdin(Stdio::piped());
         command.spawn().map(Self).map_err(CliError::io("the peers' process cannot be started"))
     }
 
@@ -51,11 +51,8 @@ impl Drop for Crowd {
 /// Is the peers: does what its input says, a word a line, and ends with it.
 pub(crate) fn be(options: &BenchArgs, counts: &[u32]) -> Result<(), CliError> {
     raise_file_limit();
-    let setup = Setup {
-        data_threads: 1,
-        tls: options.tls,
-        ..Setup::new(Some(options.transport), options.lanes, key::given(options.key.as_deref())?)
-    };
+    let credentials = credentials::of_key(credentials::given(options.key.as_deref())?, options.tls)?;
+    let setup = Setup { data_threads: 1, ..Setup::new(Some(options.transport), options.lanes, credentials) };
     let address = options.connect.as_deref().unwrap_or_default();
     let address = endpoint::parse_address("--connect", address)?;
     let (case, mut idle) = (case(options)?, Vec::new());
