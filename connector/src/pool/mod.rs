@@ -28,6 +28,7 @@
 mod block_pool;
 mod error;
 mod free_list;
+pub mod groups;
 mod hash;
 mod index;
 mod radix;
