@@ -40,8 +40,7 @@ impl GroupPool {
         }
         self.check_fresh(hit)?;
         let most = self.config.max_tokens;
-        let total_computed =
-            (ask.computed_tokens + hit.map_or(0, |hit| hit.tokens) + ask.external_tokens).min(most);
+        let total_computed = (ask.computed_tokens + hit.map_or(0, |hit| hit.tokens) + ask.external_tokens).min(most);
         let watermark = if ask.keep_watermark { self.config.watermark_blocks } else { 0 };
         let encoder_tokens = ask.encoder_tokens;
         if let Some(whole) = ask.whole_tokens {

@@ -7,13 +7,17 @@ use super::super::PoolError;
 #[non_exhaustive]
 pub enum GroupError {
     /// A layer without anything to keep.
-    #[error("layer {layer} cannot be cached: blocks, windows, chunks and pages hold at least 1 token or byte, sinks whole blocks")]
+    #[error(
+        "layer {layer} cannot be cached: blocks, windows, chunks and pages hold at least 1 token or byte, sinks whole blocks"
+    )]
     Layer {
         /// Its place among the layers that were given.
         layer: usize,
     },
     /// Pages cannot be made equally large.
-    #[error("layer {layer} has pages of {bytes} bytes, which cannot become {wanted}: latent pages are not padded, so use other blocks")]
+    #[error(
+        "layer {layer} has pages of {bytes} bytes, which cannot become {wanted}: latent pages are not padded, so use other blocks"
+    )]
     Page {
         /// Its place among the layers that were given.
         layer: usize,
@@ -32,13 +36,17 @@ pub enum GroupError {
         group: usize,
     },
     /// A chunk's hit cannot leave its last block out.
-    #[error("group {group} keeps chunks, which a drafter cannot read along: put the drafter's layers into another group")]
+    #[error(
+        "group {group} keeps chunks, which a drafter cannot read along: put the drafter's layers into another group"
+    )]
     Draft {
         /// The group.
         group: usize,
     },
     /// Block sizes that do not fit each other.
-    #[error("blocks of {tokens_per_block} tokens in group {group} do not fit hashes of {hash_tokens} tokens and hits of {hit_tokens}")]
+    #[error(
+        "blocks of {tokens_per_block} tokens in group {group} do not fit hashes of {hash_tokens} tokens and hits of {hit_tokens}"
+    )]
     Sizes {
         /// The group.
         group: usize,
@@ -76,7 +84,9 @@ pub enum GroupError {
         found: usize,
     },
     /// A table of other groups.
-    #[error("the table has {found} groups and belongs to another pool than this of {groups} groups: use the pool that made it")]
+    #[error(
+        "the table has {found} groups and belongs to another pool than this of {groups} groups: use the pool that made it"
+    )]
     ForeignTable {
         /// Its groups.
         found: usize,

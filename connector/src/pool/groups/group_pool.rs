@@ -307,8 +307,12 @@ impl GroupPool {
     pub fn take_changes(&mut self) -> Vec<GroupChange> {
         let names = self.names.get_or_insert_default();
         let told = self.pool.take_changes().into_iter().filter_map(|change| match change {
-            PrefixChange::Stored(name) => names.get(&name).map(|group| GroupChange::Stored(*group, group_hash(name, *group))),
-            PrefixChange::Removed(name) => names.get(&name).map(|group| GroupChange::Removed(*group, group_hash(name, *group))),
+            PrefixChange::Stored(name) => {
+                names.get(&name).map(|group| GroupChange::Stored(*group, group_hash(name, *group)))
+            }
+            PrefixChange::Removed(name) => {
+                names.get(&name).map(|group| GroupChange::Removed(*group, group_hash(name, *group)))
+            }
             PrefixChange::Cleared => Some(GroupChange::Cleared),
         });
         let told = told.collect();

@@ -74,11 +74,10 @@ impl GroupPlan {
         } else if let (Placement::Packed { .. }, true) = (placement, pages_differ(&specs)) {
             packed::groups(&kept, layers)
         } else {
-            let mut layers = layers.to_vec();
-            let refused = unify_pages(&kept, &mut layers).err();
-            match refused {
-                None => equal_groups(&kept, &layers),
-                Some(refused) => vec![promoted(&kept, &layers).ok_or(refused)?],
+            let mut unified = layers.to_vec();
+            match unify_pages(&kept, &mut unified) {
+                Ok(()) => equal_groups(&kept, &unified),
+                Err(refused) => vec![promoted(&kept, layers).ok_or(refused)?],
             }
         };
         let block_bytes = groups.iter().map(LayerGroup::block_bytes).max().unwrap_or(0);

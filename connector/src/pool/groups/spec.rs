@@ -201,10 +201,9 @@ pub(super) fn alike(specs: &[LayerSpec]) -> bool {
                 (LayerKind::Chunked { chunk_tokens }, LayerKind::Chunked { chunk_tokens: other }) => {
                     chunk_tokens == other
                 }
-                (
-                    LayerKind::State { speculative_blocks, .. },
-                    LayerKind::State { speculative_blocks: other, .. },
-                ) => speculative_blocks == other && spec.page_bytes() == first.page_bytes(),
+                (LayerKind::State { speculative_blocks, .. }, LayerKind::State { speculative_blocks: other, .. }) => {
+                    speculative_blocks == other && spec.page_bytes() == first.page_bytes()
+                }
                 (LayerKind::Cross, LayerKind::Cross) => true,
                 _ => first.keeps_all() && spec.keeps_all(),
             }

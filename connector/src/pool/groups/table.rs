@@ -107,6 +107,9 @@ pub struct Ask<'a> {
     pub hit: Option<&'a Hit>,
     /// Tokens behind those that are loaded from elsewhere; only for a table that has not begun. Their blocks have no hash until
     /// [`GroupPool::cache_full_blocks`](super::GroupPool::cache_full_blocks) is told that they are verified.
+    ///
+    /// A prompt's last token is computed here for its logits, so it is none of them: a window is clipped for the token behind these, and that
+    /// of the last one begins a token earlier, perhaps in a block before.
     pub external_tokens: usize,
     /// Tokens to compute, guessed ones among them.
     pub new_tokens: usize,
