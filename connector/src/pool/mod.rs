@@ -34,6 +34,7 @@ mod index;
 mod radix;
 mod state;
 mod table;
+mod window_radix;
 
 pub use block_pool::{BlockPool, PoolCounts, Registered};
 pub use error::PoolError;
@@ -45,6 +46,7 @@ pub use index::PrefixChange;
 pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
 pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 pub use table::{BlockTable, Lease, Pin};
+pub use window_radix::{WindowRadixCache, WindowRadixCounts, WindowSequence};
 
 #[cfg(test)]
 mod tests;
