@@ -88,10 +88,17 @@ pub(super) fn groups(kept: &[usize], specs: &[LayerSpec]) -> Vec<LayerGroup> {
             groups.push(LayerGroup::mixed(bucket.layers, specs));
             continue;
         }
+        // A pattern is split at its repeats. An uneven bucket has none, and is split layer by layer; vLLM leaves layers out there.
+        let by_repeats = bucket.balanced && count <= bucket.repeats();
         for first in 0..count {
-            let repeats = (first..bucket.repeats()).step_by(count);
-            let layers = repeats.flat_map(|repeat| bucket.by_page.iter().filter_map(move |(_, of)| of.get(repeat)));
-            groups.push(LayerGroup::mixed(layers.copied().collect(), specs));
+            let layers: Vec<usize> = match by_repeats {
+                true => {
+                    let repeats = (first..bucket.repeats()).step_by(count);
+                    repeats.flat_map(|repeat| bucket.by_page.iter().map(move |(_, of_page)| of_page[repeat])).collect()
+                }
+                false => bucket.layers.iter().copied().skip(first).step_by(count).collect(),
+            };
+            groups.push(LayerGroup::mixed(layers, specs));
         }
     }
     groups
