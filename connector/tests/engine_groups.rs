@@ -21,7 +21,7 @@ use kvferry::sizing::Placement;
 use serde_json::{Value, json};
 
 /// Histories and plans, if the environment does not say how many.
-const HISTORIES: u64 = 150;
+const HISTORIES: u64 = 40;
 const STEPS: usize = 120;
 
 struct Python {
@@ -158,8 +158,15 @@ fn any_layers(chance: &mut Chance, keeping: StateKeeping) -> Vec<LayerSpec> {
 
 #[test]
 #[ignore = "needs a Python with vLLM: integration-tests/vllm/environment.sh"]
-fn layers_are_grouped_as_vllm_groups_them() {
+fn groups_answer_as_vllms_own_do() {
+    // One Python for both: it takes longer to start than to answer.
     let mut python = Python::start();
+    layers_are_grouped_as_vllm_groups_them(&mut python);
+    requests_get_the_blocks_that_vllm_gives_them(&mut python);
+    python.stop();
+}
+
+fn layers_are_grouped_as_vllm_groups_them(python: &mut Python) {
     let (mut plans, mut refused, mut lost) = (0, 0, 0);
     for seed in 0..histories() * 10 {
         let mut chance = Chance(seed);
@@ -203,7 +210,6 @@ fn layers_are_grouped_as_vllm_groups_them() {
     }
     println!("{plans} plans, {refused} refused by both, {lost} in which vLLM loses layers");
     assert!(plans > refused + lost, "plans that show little");
-    python.stop();
 }
 
 /// One request, as an engine's scheduler knows it.
@@ -550,13 +556,10 @@ fn histories() -> u64 {
     std::env::var("KVFERRY_GROUP_HISTORIES").map_or(HISTORIES, |count| count.parse().expect("a number of histories"))
 }
 
-#[test]
-#[ignore = "needs a Python with vLLM: integration-tests/vllm/environment.sh"]
-fn requests_get_the_blocks_that_vllm_gives_them() {
-    let mut python = Python::start();
+fn requests_get_the_blocks_that_vllm_gives_them(python: &mut Python) {
     let mut all = Counts::default();
     for seed in 0..histories() {
-        let counts = History::start(seed, &mut python).run();
+        let counts = History::start(seed, python).run();
         all.asked += counts.asked;
         all.hits += counts.hits;
         all.hit_tokens += counts.hit_tokens;
@@ -567,5 +570,4 @@ fn requests_get_the_blocks_that_vllm_gives_them() {
     }
     println!("{all:?}");
     assert!(all.hits > 0 && all.short > 0 && all.evicted > 0, "histories that show nothing: {all:?}");
-    python.stop();
 }

@@ -5,6 +5,9 @@
 //! they are dropped, so that no block can be freed twice, leaked, or freed by who does not hold it. A block that is filled on its own
 //! goes from [`MutableBlock`] to [`CompleteBlock`] to [`RegisteredBlock`], and can be appended to a table.
 //!
+//! Over it: [`groups`] for models whose layers keep different things, [`RadixCache`] for prefixes by tokens, and [`WindowRadixCache`] for these
+//! where some layers keep a window.
+//!
 //! ```
 //! use kvferry::pool::{BlockHasher, BlockPool, HashScope};
 //!

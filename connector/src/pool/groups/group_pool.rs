@@ -303,9 +303,9 @@ impl GroupPool {
         self.names.get_or_insert_default();
     }
 
-    /// What happened to the prefix cache since the last call, in order. Taken once a step: it grows until then.
+    /// What happened to the prefix cache since the last call, in order; nothing if it is not recorded. Taken once a step: it grows until then.
     pub fn take_changes(&mut self) -> Vec<GroupChange> {
-        let names = self.names.get_or_insert_default();
+        let Some(names) = &mut self.names else { return Vec::new() };
         let told = self.pool.take_changes().into_iter().filter_map(|change| match change {
             PrefixChange::Stored(name) => {
                 names.get(&name).map(|group| GroupChange::Stored(*group, group_hash(name, *group)))

@@ -12,7 +12,7 @@ use super::super::{BlockHash, BlockTable, Lease};
 /// [`GroupPool::free`](super::GroupPool::free) does the same at once.
 pub struct GroupTable {
     pub(super) groups: Vec<GroupBlocks>,
-    /// Whether it got blocks, or was refused none that it asked for: from then on no hit can begin it.
+    /// Whether it was given slots: from then on no hit can begin it.
     pub(super) begun: bool,
 }
 
