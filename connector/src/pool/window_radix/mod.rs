@@ -14,9 +14,9 @@
 //! let mut cache = WindowRadixCache::new(32, 8, 4, 8)?;
 //! let prompt: Vec<u32> = (0..40).collect();
 //! let mut first = cache.admit(b"tenant 7", &prompt);
-//! for end in [16, 32, 40] {
+//! for (computed, end) in [(0, 16), (16, 32), (32, 40)] {
+//!     cache.pass(&mut first, computed)?; // the chunk before is computed: the window has moved on
 //!     cache.extend(&mut first, end)?; // a chunk of the prompt
-//!     cache.pass(&mut first, end)?; // once it is computed: the window has moved on
 //! }
 //! cache.finish(first, &prompt).map_err(|refused| refused.1)?;
 //! let second = cache.admit(b"tenant 7", &prompt);
@@ -171,6 +171,9 @@ impl WindowRadixCache {
 
     /// Frees what the window has passed when `computed_tokens` are there, and no step under way reads it: the sequence's own blocks at once,
     /// and its locks on those of the tree. Returns how many window blocks are free by it.
+    ///
+    /// What was passed before it is kept is not found by its end: a prompt that will be asked for again needs the window before its last
+    /// block, so its own end is passed after [`keep`](Self::keep), or never.
     ///
     /// # Errors
     /// [`PoolError::ForeignTable`].
