@@ -82,6 +82,9 @@ pub(crate) struct PlanArgs {
     /// Bytes of an element of the cache: 1 for FP8 [default: as the model computes].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4))]
     pub(crate) kv_bytes: Option<u32>,
+    /// The most tokens of a request that are computed at a time: layers with a window keep so much more.
+    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) step_tokens: u32,
     /// Lengths of requests, in tokens, of which is said how many fit; several with commas.
     #[arg(long, value_delimiter = ',', default_values_t = [2048, 8192, 32_768, 131_072])]
     pub(crate) tokens: Vec<u64>,

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use kvferry::sizing::{Attention, Budget, CacheShape, Geometry, Placement, Sizing};
+use kvferry::sizing::{Attention, Budget, CacheShape, Geometry, GroupSizing, Placement, Sizing};
 
 use crate::args::PlanArgs;
 use crate::error::CliError;
@@ -34,16 +34,26 @@ fn plan(options: &PlanArgs) -> Result<String, CliError> {
         graphs_bytes: options.graphs.0,
     };
     let size = |placement| Sizing::new(&geometry, &cache, &budget, placement).map_err(refuse);
-    Ok(table(
-        options,
-        &geometry,
-        weights_bytes,
-        &size(Placement::Packed { align_bytes: 1 })?,
-        &size(Placement::PerLayer)?,
-    ))
+    let packed = Placement::Packed { align_bytes: 1 };
+    let sized = Sized { packed: size(packed)?, layered: size(Placement::PerLayer)?, grouped: None };
+    let grouped = || {
+        let in_flight = options.step_tokens as usize;
+        GroupSizing::new(&json, &geometry, &cache, &budget, packed, in_flight).map_err(refuse)
+    };
+    let grouped = if geometry.window_layers > 0 { Some(grouped()?) } else { None };
+    Ok(table(options, &geometry, weights_bytes, &Sized { grouped, ..sized }))
 }
 
-fn table(options: &PlanArgs, geometry: &Geometry, weights_bytes: u64, packed: &Sizing, layered: &Sizing) -> String {
+/// A cache in the ways in which it can lie.
+struct Sized {
+    packed: Sizing,
+    layered: Sizing,
+    /// Of models with windows.
+    grouped: Option<GroupSizing>,
+}
+
+fn table(options: &PlanArgs, geometry: &Geometry, weights_bytes: u64, sized: &Sized) -> String {
+    let Sized { packed, layered, grouped } = sized;
     let mut rows: Vec<(&str, String)> = Vec::new();
     let heads = match geometry.attention {
         Attention::Heads { kv_heads, head_size, head_size_v } if head_size == head_size_v => {
@@ -55,9 +65,14 @@ fn table(options: &PlanArgs, geometry: &Geometry, weights_bytes: u64, packed: &S
         Attention::Latent { width } => format!("a latent vector of {width}, whole on every rank"),
     };
     rows.push(("model", format!("{} layers, {heads}", geometry.layers)));
-    if geometry.window_layers > 0 {
-        let window =
-            format!("{} layers need a window only; all are sized as if they kept everything", geometry.window_layers);
+    if let Some(GroupSizing { plan, blocks, .. }) = grouped {
+        let layers = plan.groups.iter().map(|group| group.layers.len()).max().unwrap_or(0);
+        let window = format!(
+            "{} layers need a window only: {} groups of up to {layers} layers, with {blocks} blocks of {} for all of them",
+            geometry.window_layers,
+            plan.groups.len(),
+            binary(plan.block_bytes),
+        );
         rows.push(("windows", window));
     }
     let weights = match (options.weights, weights_bytes) {
@@ -80,14 +95,20 @@ fn table(options: &PlanArgs, geometry: &Geometry, weights_bytes: u64, packed: &S
     ));
     rows.push(("blocks", format!("{} packed, {} layer by layer", packed.blocks, layered.blocks)));
     rows.push(("tokens", packed.tokens.to_string()));
-    let lengths = options.tokens.iter().map(|tokens| (*tokens, packed.requests_of(*tokens)));
+    let lengths = options.tokens.iter().map(|tokens| {
+        let whole = format!("{} at once", packed.requests_of(*tokens));
+        match grouped {
+            Some(grouped) => (*tokens, format!("{whole}, {} in groups", grouped.requests_of(*tokens))),
+            None => (*tokens, whole),
+        }
+    });
     let mut text = String::new();
     for (name, value) in rows {
         // Writing to a string does not fail.
         let _ = writeln!(text, "{name:<18}{value}");
     }
     for (tokens, requests) in lengths {
-        let _ = writeln!(text, "{:<18}{requests} at once", format!("of {tokens} tokens"));
+        let _ = writeln!(text, "{:<18}{requests}", format!("of {tokens} tokens"));
     }
     text
 }
@@ -153,6 +174,24 @@ mod tests {
             "blocks            29491 packed, 29491 layer by layer",
             "of 8192 tokens    57 at once",
             "of 131072 tokens  3 at once",
+        ] {
+            assert!(text.contains(line), "{line:?} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn windows_are_planned_in_groups_too() {
+        let kinds = [r#""sliding_attention", "full_attention""#; 12].join(", ");
+        let config = format!(
+            r#"{{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+            "dtype": "bfloat16", "layer_types": [{kinds}]}}"#
+        );
+        let options =
+            ["--memory", "40GiB", "--share", "1", "--activations", "0B", "--graphs", "0B", "--tokens", "131072"];
+        let text = planned(&options, &config, None).unwrap();
+        for line in [
+            "windows           12 layers need a window only: 2 groups of up to 12 layers, with 109226 blocks of 384 KiB for all of them",
+            "of 131072 tokens  6 at once, 12 in groups",
         ] {
             assert!(text.contains(line), "{line:?} is not in\n{text}");
         }

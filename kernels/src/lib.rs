@@ -3,7 +3,8 @@
 //! A [`HostKvCache`] owns pages in any [`KvLayout`](kvferry_protocol::layout::KvLayout). [`store_kv`] writes tokens into them,
 //! [`paged_attention`] reads them in place, and [`PageGuards`] keep both off pages that a transport reads or writes.
 //! [`copy`] follows plans over pages: gather, scatter, digest. An engine with its own memory describes it with a [`KvCacheView`]
-//! and calls the `_unguarded` twins. [`cuda`] does all of this in a device's memory.
+//! and calls the `_unguarded` twins. [`select`] chooses the pages that a decode step reads. [`cuda`] does all of this but selection
+//! in a device's memory.
 //!
 //! Attention is *invariant*: the same bits whatever the chunking of the prompt, the batch, the block size, the layout, the
 //! number of threads and the CPU's vector width. How: the head of `attention/rows.rs`.
@@ -15,6 +16,7 @@ pub mod cuda;
 mod dtype;
 mod error;
 mod memory;
+pub mod select;
 mod store;
 
 pub use attention::{

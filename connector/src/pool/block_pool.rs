@@ -1,5 +1,7 @@
 //! The pool: per block a count of its holders, its hash if its content can be shared, and its place in the free list.
 
+mod places;
+
 use std::ops::Range;
 use std::sync::Arc;
 

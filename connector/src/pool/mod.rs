@@ -5,6 +5,9 @@
 //! they are dropped, so that no block can be freed twice, leaked, or freed by who does not hold it. A block that is filled on its own
 //! goes from [`MutableBlock`] to [`CompleteBlock`] to [`RegisteredBlock`], and can be appended to a table.
 //!
+//! Over it: [`groups`] for models whose layers keep different things, [`RadixCache`] for prefixes by tokens, and [`WindowRadixCache`] for these
+//! where some layers keep a window.
+//!
 //! ```
 //! use kvferry::pool::{BlockHasher, BlockPool, HashScope};
 //!
@@ -28,11 +31,13 @@
 mod block_pool;
 mod error;
 mod free_list;
+pub mod groups;
 mod hash;
 mod index;
 mod radix;
 mod state;
 mod table;
+mod window_radix;
 
 pub use block_pool::{BlockPool, PoolCounts, Registered};
 pub use error::PoolError;
@@ -44,6 +49,7 @@ pub use index::PrefixChange;
 pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
 pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 pub use table::{BlockTable, Lease, Pin};
+pub use window_radix::{WindowRadixCache, WindowRadixCounts, WindowSequence};
 
 #[cfg(test)]
 mod tests;

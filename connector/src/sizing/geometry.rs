@@ -29,7 +29,8 @@ pub enum Attention {
 pub struct Geometry {
     /// Layers with KV.
     pub layers: u16,
-    /// Of these, how many need only a window of it. They are counted like the others: without groups they keep all.
+    /// Of these, how many need only a window of it. [`Sizing`](super::Sizing) counts them like the others, as without groups;
+    /// [`GroupSizing`](super::GroupSizing) as windows.
     pub window_layers: u16,
     /// What each keeps.
     pub attention: Attention,
@@ -45,11 +46,7 @@ impl Geometry {
     /// keep more than KV: recurrent state, an indexer's keys, an encoder's.
     pub fn from_config(json: &str) -> Result<Self, SizingError> {
         let all: Value = serde_json::from_str(json).map_err(|source| SizingError::Json { source })?;
-        // Multimodal models keep their language model's keys apart.
-        let config = match (all.get("num_hidden_layers"), all.get("text_config")) {
-            (None, Some(text)) => text,
-            _ => &all,
-        };
+        let config = text_config(&all);
         for key in STATE_KEYS {
             if is_set(config, key) || is_set(&all, key) {
                 return Err(SizingError::Unsized { what: (*key).to_owned() });
@@ -97,6 +94,14 @@ pub struct CacheShape {
     pub tokens_per_block: u16,
     /// Bytes of an element of the cache; the model's own if none.
     pub element_bytes: Option<u32>,
+}
+
+/// Multimodal models keep their language model's keys apart.
+pub(super) fn text_config(all: &Value) -> &Value {
+    match (all.get("num_hidden_layers"), all.get("text_config")) {
+        (None, Some(text)) => text,
+        _ => all,
+    }
 }
 
 fn heads(config: &Value) -> Result<Attention, SizingError> {

@@ -12,8 +12,12 @@
 //! ```
 
 mod geometry;
+mod groups;
+
+use crate::pool::groups::GroupError;
 
 pub use geometry::{Attention, CacheShape, Geometry};
+pub use groups::GroupSizing;
 
 /// Why a cache cannot be sized.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +63,13 @@ pub enum SizingError {
         /// One block.
         block_bytes: u64,
     },
+    /// The layers cannot be grouped.
+    #[error("the model's layers cannot be put into groups")]
+    Groups {
+        /// Why.
+        #[source]
+        source: GroupError,
+    },
     /// A share that is none.
     #[error("a share of {share} of the memory cannot be used: it is above 0 and at most 1")]
     Share {
@@ -97,6 +108,20 @@ impl Budget {
         let (weights_bytes, peak_bytes) = profile()?;
         let activations_bytes = peak_bytes.saturating_sub(weights_bytes);
         Ok(Self { memory_bytes, share, weights_bytes, activations_bytes, graphs_bytes })
+    }
+}
+
+impl Budget {
+    /// How many blocks of `block_bytes` fit, `stride_bytes` apart.
+    fn blocks_of(&self, block_bytes: u64, stride_bytes: u64) -> Result<u64, SizingError> {
+        let Self { memory_bytes, share, weights_bytes, activations_bytes, graphs_bytes } = *self;
+        if !(share > 0.0 && share <= 1.0) {
+            return Err(SizingError::Share { share });
+        }
+        let given = (memory_bytes as f64 * share) as u64;
+        let wanted = weights_bytes.saturating_add(activations_bytes).saturating_add(graphs_bytes);
+        let blocks = given.saturating_sub(wanted).checked_div(stride_bytes).filter(|blocks| *blocks > 0);
+        blocks.ok_or(SizingError::Memory { wanted, given, block_bytes })
     }
 }
 
@@ -140,19 +165,13 @@ impl Sizing {
         placement: Placement,
     ) -> Result<Self, SizingError> {
         let shape = geometry.shape(cache, 1)?;
-        let Budget { memory_bytes, share, weights_bytes, activations_bytes, graphs_bytes } = *budget;
-        if !(share > 0.0 && share <= 1.0) {
-            return Err(SizingError::Share { share });
-        }
-        let given = (memory_bytes as f64 * share) as u64;
-        let wanted = weights_bytes.saturating_add(activations_bytes).saturating_add(graphs_bytes);
-        let (left, block_bytes, layers) = (given.saturating_sub(wanted), shape.block_bytes(), u64::from(shape.layers));
+        let (block_bytes, layers) = (shape.block_bytes(), u64::from(shape.layers));
         let tokens_per_block = u64::from(cache.tokens_per_block);
-        let blocks = match placement {
-            Placement::Packed { align_bytes } => left.checked_div(block_bytes.next_multiple_of(align_bytes.max(1))),
-            Placement::PerLayer => (left / layers).checked_div(block_bytes / layers),
+        let stride = match placement {
+            Placement::Packed { align_bytes } => block_bytes.next_multiple_of(align_bytes.max(1)),
+            Placement::PerLayer => block_bytes,
         };
-        let blocks = blocks.filter(|blocks| *blocks > 0).ok_or(SizingError::Memory { wanted, given, block_bytes })?;
+        let blocks = budget.blocks_of(block_bytes, stride)?;
         Ok(Self {
             token_bytes: block_bytes / tokens_per_block,
             run_bytes: block_bytes / (layers * shape.run_bytes.len() as u64),

@@ -128,3 +128,37 @@ fn what_cannot_be_sized_is_refused() {
     }
     assert!(matches!(Geometry::from_config("[1"), Err(SizingError::Json { .. })));
 }
+
+/// What vLLM 0.32.0 answers for the same layers, 40 GiB and 8192 tokens in flight: its groups' layers, its bytes of a block, and how many
+/// requests of 8192 and 131072 tokens its blocks hold. Asked by `plan` of `tests/engine_groups/reference.py`.
+#[test]
+fn windows_are_sized_as_vllm_sizes_them() {
+    let config = |types: &[&str], heads: u32, head_dim: u32, window: u32| {
+        let types = serde_json::to_string(types).unwrap();
+        let layers = types.matches("attention").count();
+        format!(
+            r#"{{"num_hidden_layers": {layers}, "num_attention_heads": 64, "num_key_value_heads": {heads}, "head_dim": {head_dim},
+            "sliding_window": {window}, "dtype": "bfloat16", "layer_types": {types}}}"#
+        )
+    };
+    let (full, sliding) = ("full_attention", "sliding_attention");
+    let gpt_oss: Vec<&str> = (0..24).map(|at| if at % 2 == 0 { sliding } else { full }).collect();
+    let gemma: Vec<&str> = (0..62).map(|at| if at % 6 == 5 { full } else { sliding }).collect();
+    let cache = CacheShape { tp_size: 1, tokens_per_block: 16, element_bytes: None };
+    for (name, config, groups, block_bytes, blocks, requests, flat) in [
+        ("gpt-oss-20b", config(&gpt_oss, 8, 64, 128), vec![12, 12], 393_216, 109_226, [106, 12], [106, 6]),
+        ("gemma-3-27b", config(&gemma, 16, 128, 1024), vec![9, 9, 9, 9, 8, 8, 10], 1_310_720, 32_768, [9, 2], [10, 0]),
+    ] {
+        let geometry = Geometry::from_config(&config).unwrap();
+        let sized = GroupSizing::new(&config, &geometry, &cache, &budget(40 << 30), Placement::PerLayer, 8192).unwrap();
+        assert_eq!(sized.plan.groups.iter().map(|group| group.layers.len()).collect::<Vec<_>>(), groups, "{name}");
+        assert_eq!((sized.plan.block_bytes, sized.blocks), (block_bytes, blocks), "{name}");
+        assert_eq!([8192, 131_072].map(|tokens| sized.requests_of(tokens)), requests, "{name}");
+        let whole = Sizing::new(&geometry, &cache, &budget(40 << 30), Placement::PerLayer).unwrap();
+        assert_eq!([8192, 131_072].map(|tokens| whole.requests_of(tokens)), flat, "{name}, without groups");
+    }
+    let missing = config(&gpt_oss, 8, 64, 0);
+    let geometry = Geometry::from_config(&missing).unwrap();
+    let refused = GroupSizing::new(&missing, &geometry, &cache, &budget(40 << 30), Placement::PerLayer, 8192);
+    assert!(matches!(refused, Err(SizingError::Key { key: "sliding_window" })), "{refused:?}");
+}
