@@ -30,6 +30,7 @@ mod error;
 mod free_list;
 mod hash;
 mod index;
+mod prefix;
 mod radix;
 mod state;
 mod table;
@@ -41,6 +42,7 @@ pub use hash::{
     VllmScope,
 };
 pub use index::PrefixChange;
+pub use prefix::{PrefixCache, PrefixKind, PrefixLease, RequestTable, Text, UnknownPrefixKind};
 pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
 pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 pub use table::{BlockTable, Lease, Pin};
