@@ -121,6 +121,7 @@ async fn reference(
         chunk_tokens: options.chunk.get() as usize,
         max_running: concurrency as usize,
         on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,
+        prefix: kvferry::pool::PrefixKind::Off,
     };
     let engine = model.start_local(&config)?;
     let one = |_, prompt| {
