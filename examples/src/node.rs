@@ -4,15 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kvferry::config::LoadFailurePolicy;
-use kvferry::pool::PoolError;
+use kvferry::pool::{BlockHasher, HashScope, PoolError, PrefixKind};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::LayoutOrder;
 use sha2::{Digest, Sha256};
 
 use crate::cli::Bar;
 use crate::engine::{
-    CacheConfig, EngineHandle, EngineService, NoConnector, Runner, RunnerError, Sampling, Scheduler, SchedulerConfig,
-    ServiceError, Submission, Update,
+    CacheConfig, EngineHandle, EngineService, NoConnector, Publish, Runner, RunnerError, Sampling, Scheduler,
+    SchedulerConfig, ServiceError, Submission, Update,
 };
 use crate::model::{Model, ModelError, Tokenizer};
 
@@ -53,6 +53,8 @@ pub struct NodeConfig {
     pub max_running: usize,
     /// What happens to a request whose KV could not be brought.
     pub on_load_failure: LoadFailurePolicy,
+    /// How requests find what earlier ones computed.
+    pub prefix: PrefixKind,
 }
 
 impl NodeConfig {
@@ -78,9 +80,25 @@ impl NodeConfig {
             context: model.config().context,
             vocab: model.config().vocab,
             on_load_failure: self.on_load_failure,
+            prefix: self.prefix,
+            watermark_blocks: self.blocks as usize / WATERMARK,
         }
     }
+
+    /// Names blocks: equal names mean equal bytes, on every node with the same model, dtype and block size.
+    ///
+    /// # Errors
+    /// [`PoolError`] if a block would have no tokens.
+    pub fn hasher(&self, model: &LoadedModel) -> Result<BlockHasher, PoolError> {
+        let fingerprint: String = model.fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = format!("{fingerprint} {}", self.dtype);
+        let tokens_per_block = self.tokens_per_block as usize;
+        BlockHasher::new(&HashScope { model: &name, tokens_per_block, adapter: None, salt: b"" })
+    }
 }
+
+/// Of so many blocks one stays free when a request is admitted beside others: vLLM's watermark, 0.01.
+const WATERMARK: usize = 100;
 
 /// A loaded model and its tokenizer, shared by the engines of a process.
 #[derive(Clone)]
@@ -110,10 +128,18 @@ impl LoadedModel {
     /// # Errors
     /// [`NodeError`].
     pub fn start_local(&self, config: &NodeConfig) -> Result<EngineService, NodeError> {
+        self.start_publishing(config, None)
+    }
+
+    /// The same, and tells what its cache came to have and to lose.
+    ///
+    /// # Errors
+    /// [`NodeError`].
+    pub fn start_publishing(&self, config: &NodeConfig, publish: Option<Publish>) -> Result<EngineService, NodeError> {
         let runner = Runner::new(Arc::clone(&self.model), config.cache())?;
-        let scheduler = Scheduler::new(config.scheduler(&self.model), NoConnector)?;
+        let scheduler = Scheduler::new(config.scheduler(&self.model), NoConnector)?.with_names(config.hasher(self)?);
         let connectors = vec![NoConnector; runner.ranks().len()];
-        EngineService::start(scheduler, runner, connectors).map_err(NodeError::Thread)
+        EngineService::start_publishing(scheduler, runner, connectors, publish).map_err(NodeError::Thread)
     }
 
     /// A submission of a prompt's tokens, greedy, that ends where the model ends its text.

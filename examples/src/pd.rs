@@ -13,7 +13,6 @@ use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
-use kvferry::pool::{BlockHasher, HashScope, PoolError};
 use kvferry::tier::{FrameIndex, HostTier};
 use kvferry::trace::Tracer;
 use kvferry::{ConnectorError, open_transport};
@@ -23,7 +22,7 @@ use kvferry_protocol::manifest::{self, Manifest, Planes, Rope, RopeStyle, ScaleP
 use kvferry_protocol::{Incarnation, PeerId, TpRank, TransferId};
 use kvferry_transport::PeerAddress;
 
-use crate::engine::{EngineHandle, EngineService, Runner, Scheduler, Submission, Ticket, Update};
+use crate::engine::{EngineHandle, EngineService, Publish, Runner, Scheduler, Submission, Ticket, Update};
 use crate::messages::Ask;
 use crate::node::{LoadedModel, NodeConfig, NodeError};
 use crate::prefills::{PrefillAddress, PrefillRouter, PrefillsError};
@@ -79,10 +78,10 @@ impl PdNode {
     /// # Errors
     /// [`PdError`].
     pub fn start(model: &LoadedModel, node: &NodeConfig, raw: RawConfig) -> Result<Self, PdError> {
-        Self::start_traced(model, node, raw, &Tracer::off())
+        Self::start_traced(model, node, raw, &Tracer::off(), None)
     }
 
-    /// The same, and records what happens to K/V.
+    /// The same, and records what happens to K/V, and tells what its cache came to have and to lose.
     ///
     /// # Errors
     /// [`PdError`].
@@ -91,6 +90,7 @@ impl PdNode {
         node: &NodeConfig,
         raw: RawConfig,
         tracer: &Tracer,
+        publish: Option<Publish>,
     ) -> Result<Self, PdError> {
         let incarnation = Incarnation::new(random_bits()? as u64);
         let rank_config = |rank| ConnectorConfig::try_from((of_rank(&raw, rank, node.tp_size), incarnation));
@@ -124,10 +124,10 @@ impl PdNode {
             let index = FrameIndex::new(frames).map_err(NodeError::from)?;
             half = half.with_tier(Box::new(index), Arc::clone(&metrics[0]));
         }
-        let hasher = block_hasher(model, &node).map_err(NodeError::from)?;
+        let hasher = node.hasher(model).map_err(NodeError::from)?;
         let scheduler = Scheduler::new(node.scheduler(&model.model), half).map_err(NodeError::from)?;
-        let scheduler = scheduler.with_prefix_cache(hasher);
-        let engine = EngineService::start(scheduler, runner, workers).map_err(NodeError::Thread)?;
+        let scheduler = scheduler.with_names(hasher);
+        let engine = EngineService::start_publishing(scheduler, runner, workers, publish).map_err(NodeError::Thread)?;
         Ok(Self { engine, metrics, addresses, messages, wakes, connectors, kv_heads: manifest.kv_heads })
     }
 
@@ -286,17 +286,6 @@ pub fn random_bits() -> Result<u128, PdError> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(PdError::Random)?;
     Ok(u128::from_le_bytes(bytes))
-}
-
-/// Names blocks: equal names mean equal bytes, on every node with the same model, dtype and block size.
-///
-/// # Errors
-/// [`PoolError`] if a block would have no tokens.
-fn block_hasher(model: &LoadedModel, node: &NodeConfig) -> Result<BlockHasher, PoolError> {
-    let fingerprint: String = model.fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
-    let name = format!("{fingerprint} {}", node.dtype);
-    let tokens_per_block = node.tokens_per_block as usize;
-    BlockHasher::new(&HashScope { model: &name, tokens_per_block, adapter: None, salt: b"" })
 }
 
 /// What two caches must have in common, in kvferry's words.

@@ -26,6 +26,7 @@ fn ranks(blocks: u32, tp_size: u16) -> NodeConfig {
         chunk_tokens: 64,
         max_running: 4,
         on_load_failure: LoadFailurePolicy::Recompute,
+        prefix: kvferry::pool::PrefixKind::Hash,
     }
 }
 

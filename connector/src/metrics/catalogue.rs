@@ -87,6 +87,10 @@ metrics! {
         "Tokens that a failed load left to be computed here.";
     computed_prompt_tokens_total: Counter => u64,
         "Tokens of prompts that the engine computed itself.";
+    local_prompt_tokens_total: Counter => u64,
+        "Tokens of prompts that were in the engine's cache when their request was admitted; set by the engine.";
+    preempted_requests_total: Counter => u64,
+        "How often the engine took a running request's blocks for another one; set by the engine.";
     failed_requests_total: Counter => u64,
         "Requests that failed because their load did, under the policy fail.";
     digest_mismatches_total: Counter => u64,

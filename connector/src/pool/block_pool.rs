@@ -490,6 +490,11 @@ impl BlockPool {
         self.free.len()
     }
 
+    /// Of so many first blocks of a sequence, those that nobody holds.
+    pub(super) fn idle(&self, hashes: &[BlockHash]) -> usize {
+        hashes.iter().filter_map(|hash| self.by_hash.get(hash)).filter(|id| self.block(*id).holders == 0).count()
+    }
+
     /// Takes back what a table held and was taken out of it.
     pub(super) fn give_back_taken(&mut self, ids: &[BlockId]) {
         self.give_back_all(ids, HeldBy::Request);

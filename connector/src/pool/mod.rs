@@ -34,6 +34,7 @@ mod free_list;
 pub mod groups;
 mod hash;
 mod index;
+mod prefix;
 mod radix;
 mod state;
 mod table;
@@ -46,6 +47,7 @@ pub use hash::{
     VllmScope,
 };
 pub use index::PrefixChange;
+pub use prefix::{PrefixCache, PrefixKind, PrefixLease, RequestTable, Text, UnknownPrefixKind};
 pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
 pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 pub use table::{BlockTable, Lease, Pin};

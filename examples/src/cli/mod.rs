@@ -7,7 +7,8 @@ mod prompts;
 
 pub use lifetime::{exit, start_log, until_end};
 pub use options::{
-    EngineOptions, LinkOptions, Order, PairOptions, Switch, TraceOptions, TransportKind, address, count, listen_on,
+    EngineOptions, EventOptions, LinkOptions, Order, PairOptions, Switch, TraceOptions, TransportKind, address, count,
+    listen_on,
 };
 pub use progress::Bar;
 pub use prompts::{PromptsError, parse_prompts, read_prompts};

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use clap::{Args, Parser, ValueEnum};
 use kvferry::config::{ConfigError, LoadFailurePolicy, RawConfig, Role, TransferOrder};
+use kvferry::pool::PrefixKind;
 use kvferry::trace::{TraceError, Tracer};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::LayoutOrder;
 
+use crate::engine::Publish;
 use crate::model::Model;
 use crate::node::NodeConfig;
 
@@ -67,6 +69,9 @@ pub struct EngineOptions {
     /// be a multiple of them
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub tp: u16,
+    /// How prompts find what earlier ones computed: by the hash of blocks, by their tokens in a radix tree, or not at all
+    #[arg(long, value_name = "hash|radix|off", default_value = "hash")]
+    pub prefix_cache: PrefixKind,
 }
 
 impl EngineOptions {
@@ -82,6 +87,7 @@ impl EngineOptions {
             chunk_tokens: self.chunk.get() as usize,
             max_running: self.max_running.get() as usize,
             on_load_failure: LoadFailurePolicy::Recompute,
+            prefix: self.prefix_cache,
         }
     }
 }
@@ -187,6 +193,38 @@ impl TraceOptions {
     }
 }
 
+/// Who hears what a cache holds.
+#[derive(Args, Clone, Debug)]
+pub struct EventOptions {
+    /// Publish KV events there over ZeroMQ, in vLLM's words, for routers. They tell all prompts, to whoever reaches the address
+    #[cfg(feature = "zmq")]
+    #[arg(long, value_name = "IP:PORT", value_parser = address)]
+    pub kv_events: Option<SocketAddr>,
+}
+
+impl EventOptions {
+    /// Starts a publisher, if it is wanted.
+    ///
+    /// # Errors
+    /// [`EventsError`](kvferry::events::EventsError).
+    #[cfg(feature = "zmq")]
+    pub fn publish(&self) -> anyhow::Result<Option<Publish>> {
+        use kvferry::events::{EventPublisher, EventsConfig};
+        let Some(listen) = self.kv_events else { return Ok(None) };
+        let publisher = EventPublisher::start(EventsConfig { listen, ..EventsConfig::default() })?;
+        Ok(Some(Box::new(move |batch| publisher.publish(batch))))
+    }
+
+    /// Nobody: this build has no publisher (feature `zmq`).
+    ///
+    /// # Errors
+    /// None.
+    #[cfg(not(feature = "zmq"))]
+    pub fn publish(&self) -> anyhow::Result<Option<Publish>> {
+        Ok(None)
+    }
+}
+
 /// Prefills in one process, decodes in another, and compares with a single process.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "pair", version)]
@@ -227,6 +265,21 @@ pub struct PairOptions {
     /// Turns of a conversation for each prompt: its answer and a short follow-up are the next prompt's end
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = count)]
     pub turns: NonZeroU32,
+    /// What every prompt begins with
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub system: String,
+    /// Conversations that each one becomes after its first answer, each with another follow-up
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=3))]
+    pub branches: u16,
+    /// How prompts find what earlier ones computed, on both nodes: by the hash of blocks, by their tokens in a radix tree, or not at all
+    #[arg(long, value_name = "hash|radix|off", default_value = "hash")]
+    pub prefix_cache: PrefixKind,
+    /// KV blocks of each prefill node's cache; without it there is room for all
+    #[arg(long, value_name = "COUNT", value_parser = count)]
+    pub prefill_blocks: Option<NonZeroU32>,
+    /// KV blocks of each decode node's cache; without it there is room for all
+    #[arg(long, value_name = "COUNT", value_parser = count)]
+    pub decode_blocks: Option<NonZeroU32>,
     /// Tensor-parallel ranks of each prefill node
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub prefill_tp: u16,
@@ -299,7 +352,8 @@ mod tests {
         let options = PairOptions::try_parse_from(
             "pair --model embedded --prompts p.txt --max-tokens 8 --concurrency 8 --order prefill-first --kv-dtype bf16 \
              --prefill-layout LPBNHC --decode-layout BHLPNC --prefill-block 16 --decode-block 7 --transport tcp \
-             --link-gbps 2.5 --write-back on --turns 3 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json"
+             --link-gbps 2.5 --write-back on --turns 3 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json \
+             --system S --branches 3 --prefix-cache radix --prefill-blocks 40 --decode-blocks 50"
                 .split_whitespace(),
         )
         .unwrap();
@@ -311,6 +365,9 @@ mod tests {
         assert_eq!(options.link.link_gbps, Some(2.5));
         assert_eq!((options.write_back, options.turns.get()), (Switch::On, 3));
         assert_eq!((options.prefill_tp, options.decode_tp), (4, 2));
+        assert_eq!((&options.system[..], options.branches, options.prefix_cache), ("S", 3, PrefixKind::Radix));
+        let blocks = [options.prefill_blocks, options.decode_blocks].map(|blocks| blocks.unwrap().get());
+        assert_eq!(blocks, [40, 50]);
         assert_eq!((options.prefill_nodes, options.decode_nodes), (2, 3));
     }
 
@@ -326,6 +383,9 @@ mod tests {
             ("--concurrency -1", "-1"),
             ("--write-back perhaps", "on"),
             ("--turns 0", "turns"),
+            ("--branches 4", "1..=3"),
+            ("--prefix-cache tree", "hash, radix or off"),
+            ("--decode-blocks 0", "decode-blocks"),
             ("--transport pigeon", "tcp"),
             ("--link-gbps -2", "-2"),
             ("--link-gbps NaN", "0.001 to 1000"),

@@ -19,5 +19,5 @@ pub use ranks::Rank;
 pub use runner::{CacheConfig, Runner, RunnerError};
 pub use sampling::choose;
 pub use scheduler::{Event, FinishReason, Scheduler, SchedulerConfig, Snapshot, Submission, SubmitError};
-pub use service::{EngineHandle, EngineService, PromptCompute, ServiceError, Ticket, Update};
+pub use service::{EngineHandle, EngineService, PromptCompute, Publish, ServiceError, Ticket, Update};
 pub use step::{Sampled, Sampling, SequenceStep, StepOutput, StepPlan};

@@ -108,6 +108,10 @@ impl Runner {
     /// [`RunnerError`]; the step's slots are undefined then, so the connector is not told that they are complete.
     pub fn run<W: Worker>(&mut self, plan: &StepPlan, connectors: &mut [W]) -> Result<StepOutput, RunnerError> {
         let mut output = StepOutput::empty(plan.number);
+        if !plan.connector.preempted.is_empty() {
+            // This step may give their blocks to others.
+            connectors.iter_mut().for_each(|connector| connector.preempted(&plan.connector.preempted));
+        }
         for connector in &mut *connectors {
             if let Err(error) = connector.begin_step(plan.connector.clone()) {
                 // The connector reports the request's failure by itself; the rest of the step goes on.

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use kvferry::contract::{self, RequestId, Worker};
+use kvferry::events::EventBatch;
 use tokio::sync::{mpsc, oneshot};
 
 use super::runner::Runner;
@@ -42,6 +43,9 @@ pub enum Update {
         at: Instant,
     },
 }
+
+/// What takes an engine's KV events: a publisher, or a log of them.
+pub type Publish = Box<dyn FnMut(&EventBatch) + Send>;
 
 /// Why the engine takes no request.
 #[derive(Debug, thiserror::Error)]
@@ -210,10 +214,29 @@ impl EngineService {
         C: contract::Scheduler + 'static,
         W: Worker + 'static,
     {
+        Self::start_publishing(scheduler, runner, connectors, None)
+    }
+
+    /// The same, and tells after each step what its cache came to have and to lose, if `publish` is there. It is called on the engine's
+    /// thread, and must not wait.
+    ///
+    /// # Errors
+    /// The operating system's, if it gives no thread.
+    pub fn start_publishing<C, W>(
+        scheduler: Scheduler<C>,
+        runner: Runner,
+        connectors: Vec<W>,
+        publish: Option<Publish>,
+    ) -> std::io::Result<Self>
+    where
+        C: contract::Scheduler + 'static,
+        W: Worker + 'static,
+    {
+        let scheduler = if publish.is_some() { scheduler.with_kv_events() } else { scheduler };
         let (commands, receiver) = sync_channel(COMMANDS);
         let prompts = Arc::new(PromptCompute::default());
         let (clients, counts) = (HashMap::new(), Arc::clone(&prompts));
-        let mut engine = EngineLoop { scheduler, runner, connectors, clients, prompts: counts, wanted: false };
+        let mut engine = EngineLoop { scheduler, runner, connectors, clients, prompts: counts, wanted: false, publish };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             engine.run(&receiver);
             engine.connectors.iter_mut().for_each(|connector| connector.shutdown(GRACE));
@@ -248,6 +271,7 @@ struct EngineLoop<C, W> {
     prompts: Arc<PromptCompute>,
     /// A step is wanted although nothing is to be computed.
     wanted: bool,
+    publish: Option<Publish>,
 }
 
 impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
@@ -277,6 +301,7 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
                 }
             };
             self.tell(events);
+            self.publish_kv_events();
             if plan.sequences.is_empty() {
                 // Only the connector has something to do: do not spin while it does.
                 let obeyed = match commands.recv_timeout(POLL) {
@@ -288,6 +313,15 @@ impl<C: contract::Scheduler, W: Worker> EngineLoop<C, W> {
                     return;
                 }
             }
+        }
+    }
+
+    fn publish_kv_events(&mut self) {
+        let Some(publish) = &mut self.publish else { return };
+        let events = self.scheduler.take_kv_events();
+        if !events.is_empty() {
+            let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            publish(&EventBatch { at, events, dp_rank: None });
         }
     }
 

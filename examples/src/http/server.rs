@@ -141,6 +141,8 @@ async fn metrics_page(engine: &EngineHandle, metrics: &[Arc<Metrics>]) -> Result
         metrics.prompt_compute_microseconds_total.advance_to(engine.prompts().microseconds());
         metrics.prompt_compute_tokens_total.advance_to(engine.prompts().tokens());
         metrics.computed_prompt_tokens_total.advance_to(state.computed_prompt_tokens);
+        metrics.local_prompt_tokens_total.advance_to(state.local_prompt_tokens);
+        metrics.preempted_requests_total.advance_to(state.preempted_requests);
     }
     let page = page_of_ranks(metrics) + &task_gauge();
     let mut response = page.into_response();

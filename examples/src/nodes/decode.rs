@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use crate::cli::{EngineOptions, LinkOptions, TraceOptions, address, count, listen_on, until_end};
+use crate::cli::{EngineOptions, EventOptions, LinkOptions, TraceOptions, address, count, listen_on, until_end};
 use crate::engine::{EngineService, FinishReason, Sampling, Submission, Update};
 use crate::http::{Frontend, LocalRouter, Router, router};
 use crate::model::TextStream;
@@ -31,6 +31,8 @@ pub struct DecodeOptions {
     link: LinkOptions,
     #[command(flatten)]
     trace: TraceOptions,
+    #[command(flatten)]
+    events: EventOptions,
     /// The prefill nodes that compute prompts, in turn; one that is down is passed over. A node with several ranks is written as
     /// all their addresses, by rank, joined by +
     #[arg(long, value_name = "IP:PORT[+IP:PORT...],...", value_delimiter = ',')]
@@ -97,10 +99,10 @@ fn start(options: &DecodeOptions, model: &LoadedModel, tracer: &Tracer) -> anyho
         let unused = options.link.given();
         ensure!(unused.is_none(), "{} is of no use without --prefill: nothing is transferred", unused.unwrap_or(""));
         let (router, metrics) = (Arc::new(LocalRouter), vec![Arc::new(Metrics::new())]);
-        return Ok(Node { engine: model.start_local(&config)?, router, metrics });
+        return Ok(Node { engine: model.start_publishing(&config, options.events.publish()?)?, router, metrics });
     }
     let raw = options.link.connector(options.config.as_deref(), Role::Decode, None)?;
-    let node = PdNode::start_traced(model, &config, raw, tracer)?;
+    let node = PdNode::start_traced(model, &config, raw, tracer, options.events.publish()?)?;
     let router = Arc::new(node.router(&options.prefill)?);
     Ok(Node { engine: node.engine, router, metrics: node.metrics })
 }

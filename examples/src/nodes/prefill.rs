@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::cli::{EngineOptions, LinkOptions, TraceOptions, address, listen_on, until_end};
+use crate::cli::{EngineOptions, EventOptions, LinkOptions, TraceOptions, address, listen_on, until_end};
 use crate::http::metrics_router;
 use crate::node::LoadedModel;
 use crate::pd::PdNode;
@@ -22,6 +22,8 @@ pub struct PrefillOptions {
     link: LinkOptions,
     #[command(flatten)]
     trace: TraceOptions,
+    #[command(flatten)]
+    events: EventOptions,
     /// Where decode nodes connect; port 0 takes a free one. With several ranks, rank n listens n ports higher. The addresses are
     /// printed as one line of JSON
     #[arg(long, value_name = "IP:PORT", value_parser = address)]
@@ -56,7 +58,7 @@ pub async fn run_prefill(options: &PrefillOptions) -> anyhow::Result<()> {
     let model = LoadedModel::load(&options.engine.model)?;
     let tracer = options.trace.tracer();
     let listen = raw.listen.clone().unwrap_or_default();
-    let node = PdNode::start_traced(&model, &options.engine.node(), raw, &tracer);
+    let node = PdNode::start_traced(&model, &options.engine.node(), raw, &tracer, options.events.publish()?);
     let node = Arc::new(node.map_err(|error| match in_use(&error) {
         true => anyhow::Error::from(error).context(format!(
             "--listen {listen} cannot be listened on; write another port, or 0 for a free one (ranks take ports in a row)"

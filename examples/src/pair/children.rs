@@ -1,6 +1,7 @@
 //! The nodes as processes of their own.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -142,9 +143,9 @@ const WRITE_BACK_BLOCKS: &str = "4";
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
 fn node(program: &Path, options: &PairOptions, role: Role, key: &str, (longest, idle): (usize, u32)) -> Command {
-    let (layout, block, tp) = match role {
-        Role::Prefill => (options.prefill_layout, options.prefill_block, options.prefill_tp),
-        Role::Decode => (options.decode_layout, options.decode_block, options.decode_tp),
+    let (layout, block, tp, given) = match role {
+        Role::Prefill => (options.prefill_layout, options.prefill_block, options.prefill_tp, options.prefill_blocks),
+        Role::Decode => (options.decode_layout, options.decode_block, options.decode_tp, options.decode_blocks),
     };
     let concurrency = options.concurrency.get();
     let mut command = Command::new(program);
@@ -160,10 +161,10 @@ fn node(program: &Path, options: &PairOptions, role: Role, key: &str, (longest, 
             "--block",
             &block.to_string(),
         ])
-        .args(["--tp", &tp.to_string()])
+        .args(["--tp", &tp.to_string(), "--prefix-cache", &options.prefix_cache.to_string()])
         .args([
             "--blocks",
-            &blocks(longest, block, concurrency, idle).to_string(),
+            &given.map_or_else(|| blocks(longest, block, concurrency, idle), NonZeroU32::get).to_string(),
             "--chunk",
             &options.chunk.to_string(),
         ])

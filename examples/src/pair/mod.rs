@@ -26,7 +26,7 @@ use crate::engine::Submission;
 use crate::node::{LoadedModel, NodeConfig, generate, logits_digest};
 use children::Pair;
 use report::Answer;
-use turns::Counters;
+use turns::{Counters, Talk};
 
 /// Prompts for those who have none at hand: of one token and of many, around the size of a block.
 const PROMPTS: [&str; 5] = [
@@ -55,12 +55,12 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
     }
     let tokens: Vec<Vec<u32>> = prompts
         .iter()
-        .map(|prompt| model.tokenizer.encode(prompt))
+        .map(|prompt| model.tokenizer.encode(&format!("{}{prompt}", options.system)))
         .collect::<Result<_, _>>()
         .map_err(anyhow::Error::msg)?;
     let turns = options.turns.get() as usize;
-    let follow_ups = turns::follow_ups(&model.tokenizer, turns - 1).map_err(anyhow::Error::msg)?;
-    let said = follow_ups.iter().map(Vec::len).sum::<usize>() + turns * options.max_tokens.get() as usize;
+    let talk = Talk::new(&model.tokenizer, usize::from(options.branches)).map_err(anyhow::Error::msg)?;
+    let said = talk.longest(turns) + turns * options.max_tokens.get() as usize;
     let context = model.model.config().context;
     for (number, prompt) in (1..).zip(&tokens) {
         ensure!(
@@ -71,35 +71,50 @@ pub async fn run(options: &PairOptions, program: &Path) -> anyhow::Result<Report
         );
     }
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(1) + said;
+    let conversations = talk.conversations(prompts.len(), turns) as u32;
+    for (option, given, block) in [
+        ("--prefill-blocks", options.prefill_blocks, options.prefill_block),
+        ("--decode-blocks", options.decode_blocks, options.decode_block),
+    ] {
+        let needed = blocks_of_one(longest, block);
+        ensure!(
+            given.is_none_or(|given| given.get() >= needed),
+            "{option}: the longest conversation has {longest} tokens, which are {needed} blocks; give at least as many"
+        );
+    }
     // More at once than there are prompts would only reserve memory.
-    let at_once = options.concurrency.min(NonZeroU32::new(prompts.len() as u32).unwrap_or(NonZeroU32::MIN));
+    let at_once = options.concurrency.min(NonZeroU32::new(conversations).unwrap_or(NonZeroU32::MIN));
     let options = &PairOptions { concurrency: at_once, ..options.clone() };
-    let (reference, alone) = reference(options, &model, tokens, &follow_ups, longest).await?;
+    let (reference, alone) = reference(options, &model, tokens, &talk, longest).await?;
     // The reference's engine and weights are gone before the two processes need the memory and the cores.
     let tokenizer = Arc::clone(&model.tokenizer);
     drop(model);
     // What decode keeps of a conversation until its next turn.
-    let conversations = if turns > 1 { prompts.len() as u32 } else { 0 };
-    let pair = Pair::start(program, options, longest, conversations).await?;
+    let idle = if turns > 1 { conversations } else { 0 };
+    let pair = Pair::start(program, options, longest, idle).await?;
     let (mut answers, mut figures, mut before) = (Vec::new(), Vec::new(), Counters::default());
     let mut pages = (String::new(), String::new());
     for (turn, (prompts, _)) in reference.iter().enumerate() {
         answers.extend(through_the_pair(options, &pair, prompts).await);
         pages = pair.settled_metrics().await?;
-        let after = Counters::of(&pages.0, &pages.1, options.decode_block, options.prefill_block);
+        let after = Counters::of(&pages.0, &pages.1);
         figures.push(Turn::between(turn, prompts, before, after));
         before = after;
     }
     pair.stop().await?;
-    let reference = reference.into_iter().flat_map(|(_, answers)| answers).collect();
     Ok(Report::new(answers, reference, figures, &tokenizer, &pages.0, &pages.1, alone))
+}
+
+/// Blocks that a sequence of `longest` tokens needs.
+fn blocks_of_one(longest: usize, tokens_per_block: u32) -> u32 {
+    longest.div_ceil(tokens_per_block as usize) as u32
 }
 
 /// Blocks of a cache that computes `sequences` of the longest length at once, and keeps so many idle ones.
 fn blocks(longest: usize, tokens_per_block: u32, sequences: u32, idle: u32) -> u32 {
     // One sequence more: a finished one is held until its transfer is over.
-    let each = longest.div_ceil(tokens_per_block as usize) as u32;
-    each.saturating_mul(sequences.saturating_mul(2).saturating_add(1).saturating_add(idle))
+    blocks_of_one(longest, tokens_per_block)
+        .saturating_mul(sequences.saturating_mul(2).saturating_add(1).saturating_add(idle))
 }
 
 /// Each turn's prompts and a single process's answers to them, which computes every prompt from its first token on; and the
@@ -108,7 +123,7 @@ async fn reference(
     options: &PairOptions,
     model: &LoadedModel,
     mut prompts: Vec<Vec<u32>>,
-    follow_ups: &[Vec<u32>],
+    talk: &Talk,
     longest: usize,
 ) -> anyhow::Result<(Vec<(Vec<Vec<u32>>, Vec<Answer>)>, Option<f64>)> {
     let concurrency = options.concurrency.get();
@@ -121,6 +136,7 @@ async fn reference(
         chunk_tokens: options.chunk.get() as usize,
         max_running: concurrency as usize,
         on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,
+        prefix: kvferry::pool::PrefixKind::Off,
     };
     let engine = model.start_local(&config)?;
     let one = |_, prompt| {
@@ -137,9 +153,9 @@ async fn reference(
         let answers = at_most(concurrency, "single process", &prompts, one).await;
         let answers: Vec<Answer> =
             answers.into_iter().collect::<Result<_, _>>().context("the single process did not answer")?;
-        let next = follow_ups
-            .get(turns.len())
-            .map(|follow_up| turns::go_on(&prompts, answers.iter().map(|answer| answer.tokens.as_slice()), follow_up));
+        let turn = turns.len();
+        let goes_on = turn + 1 < options.turns.get() as usize;
+        let next = goes_on.then(|| talk.go_on(turn, &prompts, answers.iter().map(|answer| answer.tokens.as_slice())));
         turns.push((prompts, answers));
         match next {
             Some(next) => prompts = next,

@@ -90,6 +90,9 @@ pub struct Output {
     /// The turn of the conversation, from 0.
     #[serde(skip_serializing_if = "is_first")]
     pub turn: usize,
+    /// All tokens of the prompt: what was said before, too.
+    #[serde(skip)]
+    pub prompt_ids: Vec<u32>,
     /// The text.
     pub text: String,
     /// Its tokens.
@@ -104,7 +107,7 @@ pub struct Output {
 impl Report {
     pub(super) fn new(
         answers: Vec<anyhow::Result<Answer>>,
-        reference: Vec<Answer>,
+        reference: Vec<(Vec<Vec<u32>>, Vec<Answer>)>,
         turns: Vec<Turn>,
         tokenizer: &Tokenizer,
         decode: &str,
@@ -112,14 +115,17 @@ impl Report {
         alone_us_per_token: Option<f64>,
     ) -> Self {
         let ttft = |answers: &mut dyn Iterator<Item = f64>| Times::of(answers.collect());
-        let single_process_ttft_ms = ttft(&mut reference.iter().map(|answer| answer.ttft_ms));
+        let single_process_ttft_ms =
+            ttft(&mut reference.iter().flat_map(|(_, answers)| answers).map(|answer| answer.ttft_ms));
         let ttft_ms = ttft(&mut answers.iter().flatten().map(|answer| answer.ttft_ms));
-        let prompts = (reference.len() / turns.len().max(1)).max(1);
+        let reference = reference.into_iter().enumerate().flat_map(|(turn, (prompts, answers))| {
+            let asked = prompts.into_iter().zip(answers).enumerate();
+            asked.map(move |(prompt, (prompt_ids, answer))| ((prompt, turn, prompt_ids), answer))
+        });
         let outputs: Vec<_> = answers
             .into_iter()
-            .zip(&reference)
-            .enumerate()
-            .map(|(at, (answer, reference))| Output::new(at % prompts, at / prompts, answer, reference, tokenizer))
+            .zip(reference)
+            .map(|(answer, (asked, reference))| Output::new(asked, answer, &reference, tokenizer))
             .collect();
         let kv_bytes = sum(decode, "kvferry_transfer_bytes_total", "side=\"receive\"");
         let wire = sum(prefill, "kvferry_wire_seconds_sum", "");
@@ -169,8 +175,7 @@ impl Overlap {
 
 impl Output {
     fn new(
-        prompt: usize,
-        turn: usize,
+        (prompt, turn, prompt_ids): (usize, usize, Vec<u32>),
         answer: anyhow::Result<Answer>,
         reference: &Answer,
         tokenizer: &Tokenizer,
@@ -179,6 +184,7 @@ impl Output {
             Ok(answer) => Self {
                 prompt,
                 turn,
+                prompt_ids,
                 text: tokenizer.decode(&answer.tokens).unwrap_or_default(),
                 identical: answer.tokens == reference.tokens
                     && answer.first_logits.is_some()
@@ -188,7 +194,7 @@ impl Output {
             },
             Err(error) => {
                 let (text, token_ids) = (String::new(), Vec::new());
-                Self { prompt, turn, text, token_ids, identical: false, error: Some(format!("{error:#}")) }
+                Self { prompt, turn, prompt_ids, text, token_ids, identical: false, error: Some(format!("{error:#}")) }
             }
         }
     }
@@ -236,18 +242,22 @@ impl fmt::Display for Report {
             }
         }
         if self.turns.len() > 1 {
-            writeln!(f, "\nturn  prompt  computed  from tier  local  | local at decode      bytes sent  written back")?;
+            let head = "turn  prompt  computed  from tier  local  evicted";
+            writeln!(f, "\n{head}  | local at decode  evicted  put back      bytes sent  written back")?;
         }
         for t in self.turns.iter().filter(|_| self.turns.len() > 1) {
             writeln!(
                 f,
-                "{:4}  {:6}  {:8}  {:9}  {:5}  | {:15}  {:14}  {:12}",
+                "{:4}  {:6}  {:8}  {:9}  {:5}  {:7}  | {:15}  {:7}  {:8}  {:14}  {:12}",
                 t.turn,
                 t.prompt_tokens,
                 t.prefill_computed,
                 t.prefill_from_tier,
                 t.prefill_local,
+                t.prefill_evicted,
                 t.decode_local,
+                t.decode_evicted,
+                t.decode_preempted,
                 t.bytes_sent,
                 t.bytes_written_back
             )?;
@@ -304,7 +314,7 @@ mod tests {
 
     #[test]
     fn only_equal_tokens_and_logits_count_as_identical() {
-        let reference: Vec<_> = (0..5).map(|_| answer(&[65, 66], "x")).collect();
+        let reference = (vec![vec![64]; 5], vec![answer(&[65, 66], "x"); 5]);
         let without_logits = Answer { first_logits: None, ..answer(&[65, 66], "") };
         let answers = vec![
             Ok(answer(&[65, 66], "x")),
@@ -321,7 +331,7 @@ mod tests {
                        kvferry_unhideable_transfer_seconds_sum 0.25\nkvferry_prompt_compute_tokens_total 10\n\
                        kvferry_prompt_compute_microseconds_total 55\n";
         let report =
-            Report::new(answers, reference, vec![], &Tokenizer::Bytes(ByteTokenizer), page, prefill, Some(5.0));
+            Report::new(answers, vec![reference], vec![], &Tokenizer::Bytes(ByteTokenizer), page, prefill, Some(5.0));
         let s = &report.summary;
         assert_eq!((s.requests, s.identical, s.failed, s.tokens), (5, 1, 1, 8));
         assert_eq!((s.kv_bytes, s.transfer_gbps, s.exposed_fraction, s.still_held), (1_000_000_000, 4.0, 0.25, 2));

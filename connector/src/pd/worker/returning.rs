@@ -193,8 +193,9 @@ impl Driver {
     pub(super) fn return_ended(&mut self, transfer: TransferId, verdict: &Verdict) {
         let peer = self.sending.get(&transfer).and_then(|entry| entry.peer.clone());
         if let Some(peer) = peer.filter(|_| *verdict != Verdict::Done) {
-            // A grant that comes too late is answered at once.
-            self.decline(&peer, transfer, "it waited too long");
+            // A grant that comes too late is answered at once. Who grants nothing waits for nothing: what it was told unasked it would
+            // keep for a request that never comes.
+            self.decline_when_asked(&peer, transfer, "it is over on the side that sends");
         }
         self.board.results().tier.returned.push(transfer);
     }
@@ -247,6 +248,8 @@ impl Driver {
     pub(super) fn refuse(&mut self, refuse: &Refuse) {
         let Refuse { transfer, to } = refuse;
         let to = PeerId { tp_rank: self.config.peer().tp_rank, ..to.clone() };
+        // Whoever gave it up meanwhile hears the same word as others, and what it said is kept no longer.
+        self.early.take(&to, *transfer);
         if self.taking.refused.len() >= REFUSED {
             self.taking.refused.pop_first();
         }
@@ -254,15 +257,24 @@ impl Driver {
         self.send(&to, &Message::Ended(Ended { transfer: *transfer, verdict: Verdict::Cancelled }));
     }
 
-    /// Whether a message is the last word about something that was refused.
+    /// Whether a message is about something that was refused: its sender's last word, or that it gave it up before it heard.
     pub(super) fn is_refused(&mut self, peer: &PeerId, message: &Message) -> bool {
-        matches!(message, Message::Ended(ended) if self.taking.refused.remove(&(peer.clone(), ended.transfer)))
+        match message {
+            Message::Ended(ended) => self.taking.refused.remove(&(peer.clone(), ended.transfer)),
+            Message::Abort(abort) => self.taking.refused.contains(&(peer.clone(), abort.transfer)),
+            _ => false,
+        }
     }
 
     /// The scheduler gave frames to what a peer offers.
     pub(super) fn take_in(&mut self, mut take: Take) {
         take.from.tp_rank = self.config.peer().tp_rank;
         let (transfer, stores) = (take.transfer, take.stores.clone());
+        if self.early.peer_of(transfer) == Some(&take.from) {
+            tracing::debug!(%transfer, "offered blocks are not taken: their sender gave them up");
+            self.refuse(&Refuse { transfer, to: take.from });
+            return stores.into_iter().for_each(|(order, _)| self.drop_store(order, TierDrop::Failed));
+        }
         let session = self.peers.session(&take.from);
         let began = self.now();
         match session.ok_or_else(|| "its session is gone".to_owned()).and_then(|_| self.taken(take, began)) {

@@ -25,12 +25,14 @@
 mod sequence;
 mod tree;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvferry_protocol::BlockId;
 
+use super::hash::BlockHash;
 use super::table::Returns;
-use super::{BlockPool, BlockTable, PoolError};
+use super::{BlockPool, BlockTable, PoolError, PrefixChange};
 use sequence::Lock;
 use tree::{NodeId, Tree, TreeCounts};
 
@@ -59,6 +61,16 @@ pub struct RadixCache {
     /// Sequences from before the last [`clear`](Self::clear) are not kept.
     epoch: u64,
     counts: RadixCounts,
+    /// What changed since it was taken; none if nobody asked for it.
+    changes: Option<Changes>,
+}
+
+/// What happened to blocks that have a name.
+#[derive(Default)]
+struct Changes {
+    noted: Vec<PrefixChange>,
+    /// Of the tree's blocks.
+    names: HashMap<BlockId, BlockHash>,
 }
 
 /// How the blocks are used, and what happened to them since the start.
@@ -104,7 +116,19 @@ impl RadixCache {
         }
         let pool = BlockPool::new(blocks)?;
         let (unlocks, counts) = Default::default();
-        Ok(Self { pool, tree: Tree::new(tokens_per_block), unlocks, tokens_per_block, sharing, epoch: 0, counts })
+        let (tree, epoch, changes) = (Tree::new(tokens_per_block), 0, None);
+        Ok(Self { pool, tree, unlocks, tokens_per_block, sharing, epoch, counts, changes })
+    }
+
+    /// Notes from now on what happens to blocks that come into the tree with a name ([`keep_named`](Self::keep_named)), for
+    /// [`take_changes`](Self::take_changes).
+    pub fn record_changes(&mut self) {
+        self.changes.get_or_insert_default();
+    }
+
+    /// What happened to named blocks since the last call, in order; nothing if it is not recorded. Taken once a step: it grows until then.
+    pub fn take_changes(&mut self) -> Vec<PrefixChange> {
+        self.changes.as_mut().map(|changes| std::mem::take(&mut changes.noted)).unwrap_or_default()
     }
 
     /// Counts the tokens of a prompt that are there. The prompt's last token is never one of them: it is computed for its logits.
@@ -134,6 +158,7 @@ impl RadixCache {
             lock: Lock { node, unlocks: Arc::clone(&self.unlocks) },
             shared: blocks.len(),
             own: self.pool.empty_table(),
+            twins: self.pool.empty_table(),
             blocks,
             tokens_per_block: self.tokens_per_block,
             epoch: self.epoch,
@@ -168,6 +193,24 @@ impl RadixCache {
     /// # Errors
     /// [`PoolError::Position`] for more tokens than slots; [`PoolError::OtherTokens`]; [`PoolError::ForeignTable`].
     pub fn keep(&mut self, sequence: &mut Sequence, tokens: &[u32]) -> Result<Kept, PoolError> {
+        let kept = self.keep_named(sequence, tokens, &[])?;
+        let twins = std::mem::take(&mut sequence.twins.0.ids);
+        self.pool.give_back_taken(&twins);
+        Ok(kept)
+    }
+
+    /// As [`keep`](Self::keep), with the names of the sequence's blocks from the first one on, as far as they are known, for
+    /// [`take_changes`](Self::take_changes). What the tree's blocks replace stays the sequence's until that is dropped, since a transfer may
+    /// still read it.
+    ///
+    /// # Errors
+    /// As [`keep`](Self::keep).
+    pub fn keep_named(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        names: &[BlockHash],
+    ) -> Result<Kept, PoolError> {
         self.settle();
         self.check(sequence, tokens)?;
         let matched = sequence.shared;
@@ -186,8 +229,15 @@ impl RadixCache {
         self.tree.unlock(before);
         sequence.blocks[..there.len()].copy_from_slice(&there);
         sequence.shared = whole;
-        self.pool.give_back_taken(&twins);
-        Ok(Kept { matched, registered: new.len(), returned: twins.len() })
+        if let Some(changes) = &mut self.changes {
+            for (block, name) in new.iter().zip(names.iter().skip(there.len())) {
+                changes.names.insert(*block, *name);
+                changes.noted.push(PrefixChange::Stored(*name));
+            }
+        }
+        let kept = Kept { matched, registered: new.len(), returned: twins.len() };
+        sequence.twins.0.ids.extend(twins);
+        Ok(kept)
     }
 
     /// Ends a sequence: its whole blocks are kept for others, the rest is free at once. `tokens` are all whose KV is there.
@@ -217,6 +267,10 @@ impl RadixCache {
         {
             self.pool.give_back_taken(&leaf);
             evicted += leaf.len();
+            if let Some(Changes { noted, names }) = &mut self.changes {
+                // The last one goes first, as from a block pool: a name that is gone has none behind it.
+                noted.extend(leaf.iter().rev().filter_map(|block| names.remove(block)).map(PrefixChange::Removed));
+            }
         }
         self.counts.evicted_total += evicted as u64;
         evicted
@@ -227,6 +281,12 @@ impl RadixCache {
     pub fn clear(&mut self) -> usize {
         self.epoch += 1;
         self.tree.cut_off();
+        if let Some(Changes { noted, names }) = &mut self.changes {
+            // What was stored before is gone with all else.
+            names.clear();
+            noted.clear();
+            noted.push(PrefixChange::Cleared);
+        }
         self.evict(usize::MAX)
     }
 
@@ -236,6 +296,12 @@ impl RadixCache {
         let TreeCounts { nodes, blocks: cached, locked_blocks: locked } = self.tree.counts();
         let (total, free) = (self.pool.counts().total, self.pool.free_blocks());
         RadixCounts { total, free, cached, locked, nodes, ..self.counts }
+    }
+
+    /// Blocks that nobody holds, those among them that can be evicted.
+    pub(super) fn available(&mut self) -> usize {
+        let RadixCounts { free, cached, locked, .. } = self.counts();
+        free + cached - locked
     }
 
     fn settle(&mut self) {

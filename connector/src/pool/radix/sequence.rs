@@ -31,6 +31,8 @@ pub struct Sequence {
     /// So many of its blocks are the tree's.
     pub(super) shared: usize,
     pub(super) own: BlockTable,
+    /// Blocks of its own that the tree's replaced, and that something may still read.
+    pub(super) twins: BlockTable,
     /// All blocks: the tree's, then its own.
     pub(super) blocks: Vec<BlockId>,
     pub(super) tokens_per_block: usize,
@@ -42,6 +44,12 @@ impl Sequence {
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// How many blocks it holds beside those: the tree's replaced them, and a transfer may still read them.
+    #[must_use]
+    pub fn replaced_blocks(&self) -> usize {
+        self.twins.len()
     }
 
     /// How many of its first tokens are in blocks that others may share, and nobody writes.
