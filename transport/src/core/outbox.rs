@@ -2,24 +2,29 @@
 //!
 //! Each post is *queued* (no frame pulled), *sending*, *sent* (waits for the word), or *cancelling* (waits for the word, and its
 //! source is already let go), until it *ended* and is forgotten. Ends are reported under the outbox's lock, so that when
-//! [`Outbox::close`] returns all of them were.
+//! [`Outbox::close`] returns all of them were, but for what the peer may still read in place: that is *kept*, and its source is held.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
+
+use kvferry_protocol::wire::MAX_PAYLOAD_BYTES;
 
 use super::Core;
 use super::counters::Counters;
 use super::cut::FrameCut;
 use super::planted::Planted;
 use super::post::Post;
-use crate::api::{Event, GrantKey};
+use crate::api::{Event, GrantKey, PostId};
 use crate::error::TransportError;
 use crate::share::Lender;
 
 /// The least payload bytes of a frame that is cut short for its watch. A short post is cut in two, so that one half is looked at while
 /// the other is sent; in a long one more frames only wake more threads.
 const MIN_WATCHED_BYTES: u64 = 256 << 10;
+
+/// Why a write cannot be handed over in place.
+const NOT_LENT: &str = "its memory is not such that the peer has it mapped: allocate it as a memory file, and see the log for what the peer said";
 
 pub(crate) struct Outbox {
     state: Mutex<State>,
@@ -33,6 +38,13 @@ struct State {
     cutting: usize,
     is_missed: bool,
     live: HashMap<(GrantKey, u32), Live>,
+}
+
+/// Which writes are to be asked back.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Recall {
+    Post(PostId),
+    HeldSince(Instant),
 }
 
 /// Somebody else is inside.
@@ -49,6 +61,10 @@ struct Live {
     since: Instant,
     is_started: bool,
     is_cancelling: bool,
+    /// The receiver has all of it, and reads it where it lies.
+    is_held: bool,
+    /// It was asked to let go.
+    is_recalled: bool,
 }
 
 impl Outbox {
@@ -72,10 +88,25 @@ impl Outbox {
             let reason = format!("write {} of this grant is under way", post.sequence);
             return Err(TransportError::Refused { reason });
         }
+        if post.is_in_place {
+            let (found, limit) =
+                (state.live.values().filter(|live| live.post.is_in_place).count(), state.max_posts / 2);
+            if found >= limit {
+                let (found, limit) = (found as u64 + 1, limit as u64);
+                return Err(TransportError::Limit { what: "writes that one peer holds in place", found, limit });
+            }
+        }
         let post = Arc::new(post);
         state.live.insert(
             key,
-            Live { post: Arc::clone(&post), since: Instant::now(), is_started: false, is_cancelling: false },
+            Live {
+                post: Arc::clone(&post),
+                since: Instant::now(),
+                is_started: false,
+                is_cancelling: false,
+                is_held: false,
+                is_recalled: false,
+            },
         );
         state.queue.push_back(Queued { post, from: 0, frame: 0 });
         Counters::add(&core.counters.posts_live, 1);
@@ -96,15 +127,25 @@ impl Outbox {
                 state.is_missed |= state.cutting > 0;
                 return None;
             };
-            if !front.post.is_watched {
+            if front.post.is_in_place && !lender.is_some_and(|lender| lender.is_settled(&core.regions)) {
+                return None; // whoever takes the peer's answer calls again
+            }
+            if !front.post.is_watched && !front.post.is_in_place {
                 return Self::cut(&mut state, frame_bytes, version, lender);
             }
             let mut queued = state.queue.pop_front()?;
             state.start(&queued.post);
             state.cutting += 1;
             drop(state);
-            let frame_bytes = frame_bytes.min((queued.post.bytes / 2).max(MIN_WATCHED_BYTES));
+            let frame_bytes = match queued.post.is_in_place {
+                true => MAX_PAYLOAD_BYTES as u64,
+                false => frame_bytes.min((queued.post.bytes / 2).max(MIN_WATCHED_BYTES)),
+            };
             let cut = FrameCut::new(&queued.post, queued.from, queued.frame, frame_bytes, version, lender);
+            let cut = cut.and_then(|cut| match cut {
+                Some(cut) if queued.post.is_in_place && !cut.is_lent => Err(NOT_LENT.to_owned()),
+                cut => Ok(cut),
+            });
             let mut state = self.lock();
             state.cutting -= 1;
             match cut {
@@ -164,7 +205,7 @@ impl Outbox {
 
     /// When the post that waits longest was taken.
     pub(crate) fn oldest_post(&self) -> Option<Instant> {
-        self.lock().live.values().map(|live| live.since).min()
+        self.lock().live.values().filter(|live| !live.is_held).map(|live| live.since).min()
     }
 
     /// Ends a post; does nothing if it ended before.
@@ -191,24 +232,62 @@ impl Outbox {
         let mut asked = Vec::new();
         for (key, live) in state.live.iter_mut().filter(|(key, live)| of_grant(key) && !live.is_cancelling) {
             live.is_cancelling = true;
-            live.post.release_source();
+            // What the receiver may read in place stays until it says that it does not.
+            if !live.post.is_in_place {
+                live.post.release_source();
+            }
             asked.push(key.1);
         }
         asked.sort_unstable();
         asked
     }
 
-    /// Ends all posts; none is taken any more.
-    pub(crate) fn close(&self, core: &Core, reason: &TransportError) {
+    /// The receiver has all of a write that it reads in place.
+    pub(crate) fn held(&self, core: &Core, grant: GrantKey, sequence: u32) {
+        let mut state = self.lock();
+        let Some(live) = state.live.get_mut(&(grant, sequence)).filter(|live| live.post.is_in_place) else { return };
+        if live.is_started && !std::mem::replace(&mut live.is_held, true) {
+            live.since = Instant::now();
+            let post = live.post.id;
+            core.events.push(Event::Held { post });
+        }
+    }
+
+    /// Which writes to ask back: those that are held since `before`, or a certain one. Each is asked for once.
+    pub(crate) fn recall(&self, of: Recall) -> Vec<(GrantKey, u32)> {
+        let mut state = self.lock();
+        let is_meant = |live: &Live| match of {
+            Recall::Post(post) => live.post.id == post,
+            Recall::HeldSince(before) => live.is_held && live.since <= before,
+        };
+        let of_peer = state.live.iter_mut().filter(|(_, live)| live.post.is_in_place && live.is_started);
+        let meant = of_peer.filter(|(_, live)| is_meant(live) && !live.is_recalled);
+        meant
+            .map(|(key, live)| {
+                live.is_recalled = true;
+                *key
+            })
+            .collect()
+    }
+
+    /// Ends all posts but those whose source the receiver may read in place, which are returned; none is taken any more.
+    pub(crate) fn close(&self, core: &Core, reason: &TransportError) -> Vec<Arc<Post>> {
         let mut state = self.lock();
         state.is_open = false;
         state.queue.clear();
         let mut ended: Vec<_> = state.live.drain().map(|(_, live)| live).collect();
         ended.sort_unstable_by_key(|live| live.post.id);
+        let kept: Vec<_> = ended.extract_if(.., |live| live.post.is_in_place && live.is_started).collect();
         for live in ended {
             let outcome = if live.is_cancelling { TransportError::Cancelled } else { reason.clone() };
             end(core, &live.post, Err(outcome));
         }
+        kept.into_iter().map(|live| live.post).collect()
+    }
+
+    /// Ends a post that was kept beyond its session.
+    pub(crate) fn end_kept(core: &Core, post: &Arc<Post>, reason: TransportError) {
+        end(core, post, Err(reason));
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -238,6 +317,9 @@ fn end(core: &Core, post: &Arc<Post>, outcome: Result<(), TransportError>) {
         post.release_source();
     }
     post.note_verdict();
+    if post.is_in_place {
+        Counters::give_back(&core.counters.held_bytes, post.bytes);
+    }
     core.counters.posts_live.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
     if core.bug.is(Planted::PostedTwice) {
         core.events.push(Event::Posted { post: post.id, outcome: outcome.clone() });

@@ -172,7 +172,7 @@ pub fn lending(bytes: &[u8]) {
     let core = Core::new(4, 64, Bug::default());
     core.register(arena.memory()).expect("a region");
     let (near, _far) = UnixStream::pair().expect("a pair of sockets");
-    let sharing = Sharing::new(true, false, near.as_fd(), 4).expect("a board");
+    let sharing = Sharing::new(true, false, false, near.as_fd(), 4).expect("a board");
     while let Some((share, file)) = sharing.lender.next_share(&core.regions) {
         let file = file.map(|file| file.try_clone().expect("a descriptor"));
         sharing.borrower.accept(&share, file).expect("it is our own");
