@@ -449,6 +449,8 @@ pub struct TransportStats {
     pub sent_bytes: u64,
     /// Of these, bytes that stayed where they are for the receiver to copy.
     pub lent_bytes: u64,
+    /// Payload bytes that peers took where they lie; not among those that were sent.
+    pub handed_bytes: u64,
     /// Payload bytes placed into granted memory.
     pub landed_bytes: u64,
     /// Payload bytes that peers handed over in place, and nobody copied.

@@ -249,6 +249,7 @@ impl Outbox {
         if live.is_started && !std::mem::replace(&mut live.is_held, true) {
             live.since = Instant::now();
             let post = live.post.id;
+            Counters::add(&core.counters.handed_bytes, live.post.bytes);
             core.events.push(Event::Held { post });
         }
     }
