@@ -148,7 +148,8 @@ pub trait Transport: Send + Sync + 'static {
     /// Counters since the start.
     fn stats(&self) -> TransportStats;
 
-    /// Ends all sessions; after this returns nothing is read from or written to registered memory.
+    /// Ends all sessions; after this returns nothing is read from or written to registered memory, except by peers that hold it in place:
+    /// what they read from here on does not count, and they can see that ([`Adopted::is_intact`]).
     fn shutdown(&self);
 }
 

@@ -10,9 +10,10 @@ use common::{config, key};
 use kvferry_protocol::pages::{Extent, Loop, Pages, Piece};
 use kvferry_protocol::wire::{FrameKind, Reach, Refusal, Share, TETHER, VERSIONS};
 use kvferry_protocol::{PeerId, RegionId};
-use kvferry_transport::testing::{Node, peer};
+use kvferry_transport::testing::{Make, Node, peer};
 use kvferry_transport::{
-    Adopted, Event, GrantKey, PathKind, PostId, Source, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError, Write,
+    Adopted, Event, GrantKey, PathKind, Planted, PostId, Source, Tcp, TcpConfig, TcpConfigFile, Transport,
+    TransportError, Write,
 };
 use rustix::fs::SealFlags;
 
@@ -202,8 +203,26 @@ fn a_post_that_is_held_does_not_make_its_session_stall() {
 
 #[test]
 fn a_cut_ends_nothing_that_is_read_and_the_last_that_is_let_go_ends_all() {
+    let file = TcpConfigFile { paths: PathKind::ALL.to_vec(), ..config() };
+    a_cut_ends_nothing(&|peer, greeting| {
+        Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
+    });
+}
+
+#[test]
+fn an_owner_that_forgets_its_readers_with_a_session_is_found_out() {
+    let file = TcpConfigFile { paths: PathKind::ALL.to_vec(), ..config() };
+    let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
+        let config = TcpConfig::try_from(file.clone()).unwrap();
+        Box::new(Tcp::bind_planted(config, key(), peer, greeting, Planted::CutForgetsHeld).unwrap())
+    };
+    let run = std::panic::AssertUnwindSafe(|| a_cut_ends_nothing(&make));
+    assert!(std::panic::catch_unwind(run).is_err());
+}
+
+fn a_cut_ends_nothing(make: &Make<'_>) {
     for cut_by_reader in [false, true] {
-        let (mut a, mut b) = pair();
+        let (mut a, mut b) = Node::pair(make, 16 * MIB);
         a.memory.fill(0, 2 * MIB, 0x3a);
         let (_, first, one) = hand_over(&mut a, &mut b, MIB);
         let (_, second, other) = hand_over(&mut a, &mut b, 2 * MIB);

@@ -1,6 +1,6 @@
 //! Writes that are handed over in place: nothing is placed anywhere; who polls gets where the bytes lie.
 //!
-//! Lock order: a grant's progress, then what it collects, which is a leaf.
+//! Lock order: a grant's guard, then what it collects, which is a leaf.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

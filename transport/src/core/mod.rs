@@ -1,6 +1,6 @@
 //! What all transports share: regions, windows, grants, posts, events, counters.
 //!
-//! Lock order: a session's outbox, then a post's source; the grant table, then a grant's guard, then its progress. The event
+//! Lock order: a session's outbox, then a post's source; the grant table, then a grant's guard, then its progress or what it collects in place. The event
 //! queue is taken last, under any of them, and takes none.
 
 mod adopting;

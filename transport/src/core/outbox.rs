@@ -38,6 +38,8 @@ struct State {
     cutting: usize,
     is_missed: bool,
     live: HashMap<(GrantKey, u32), Live>,
+    /// How many of them may be held in place.
+    in_place: usize,
 }
 
 /// Which writes are to be asked back.
@@ -69,8 +71,8 @@ struct Live {
 
 impl Outbox {
     pub(crate) fn new(max_posts: usize) -> Self {
-        let (queue, cutting, is_missed, live) = Default::default();
-        Self { state: Mutex::new(State { is_open: true, max_posts, queue, cutting, is_missed, live }) }
+        let (queue, cutting, is_missed, live, in_place) = Default::default();
+        Self { state: Mutex::new(State { is_open: true, max_posts, queue, cutting, is_missed, live, in_place }) }
     }
 
     /// Queues a post.
@@ -89,13 +91,13 @@ impl Outbox {
             return Err(TransportError::Refused { reason });
         }
         if post.is_in_place {
-            let (found, limit) =
-                (state.live.values().filter(|live| live.post.is_in_place).count(), state.max_posts / 2);
+            let (found, limit) = (state.in_place, state.max_posts / 2);
             if found >= limit {
                 let (found, limit) = (found as u64 + 1, limit as u64);
                 return Err(TransportError::Limit { what: "writes that one peer holds in place", found, limit });
             }
         }
+        state.in_place += usize::from(post.is_in_place);
         let post = Arc::new(post);
         state.live.insert(
             key,
@@ -212,6 +214,7 @@ impl Outbox {
     pub(crate) fn finish(&self, core: &Core, grant: GrantKey, sequence: u32, outcome: Result<(), TransportError>) {
         let mut state = self.lock();
         if let Some(live) = state.live.remove(&(grant, sequence)) {
+            state.in_place -= usize::from(live.post.is_in_place);
             state.queue.retain(|queued| !Arc::ptr_eq(&queued.post, &live.post));
             if core.bug.is(Planted::PostCreditLost) {
                 state.max_posts = state.max_posts.saturating_sub(1);
@@ -226,6 +229,7 @@ impl Outbox {
         state.queue.retain(|queued| queued.post.grant != grant);
         let of_grant = |key: &(GrantKey, u32)| key.0 == grant;
         let idle: Vec<_> = state.live.extract_if(|key, live| of_grant(key) && !live.is_started).collect();
+        state.in_place -= idle.iter().filter(|(_, live)| live.post.is_in_place).count();
         for (_, live) in idle {
             end(core, &live.post, Err(TransportError::Cancelled));
         }
@@ -257,6 +261,9 @@ impl Outbox {
     /// Which writes to ask back: those that are held since `before`, or a certain one. Each is asked for once.
     pub(crate) fn recall(&self, of: Recall) -> Vec<(GrantKey, u32)> {
         let mut state = self.lock();
+        if state.in_place == 0 {
+            return Vec::new();
+        }
         let is_meant = |live: &Live| match of {
             Recall::Post(post) => live.post.id == post,
             Recall::HeldSince(before) => live.is_held && live.since <= before,
@@ -276,9 +283,12 @@ impl Outbox {
         let mut state = self.lock();
         state.is_open = false;
         state.queue.clear();
+        state.in_place = 0;
         let mut ended: Vec<_> = state.live.drain().map(|(_, live)| live).collect();
         ended.sort_unstable_by_key(|live| live.post.id);
-        let kept: Vec<_> = ended.extract_if(.., |live| live.post.is_in_place && live.is_started).collect();
+        let is_kept =
+            |live: &mut Live| live.post.is_in_place && live.is_started && !core.bug.is(Planted::CutForgetsHeld);
+        let kept: Vec<_> = ended.extract_if(.., is_kept).collect();
         for live in ended {
             let outcome = if live.is_cancelling { TransportError::Cancelled } else { reason.clone() };
             end(core, &live.post, Err(outcome));

@@ -153,6 +153,18 @@ impl Adoption {
         is_same
     }
 
+    /// Proves for a test that all pieces lie in one region of so many bytes, and hold so many.
+    #[cfg(feature = "testing")]
+    pub(crate) fn assert_inside(&self, region_bytes: usize, bytes: usize) {
+        assert_eq!(self.runs.iter().map(|piece| piece.bytes).sum::<usize>(), bytes);
+        let memory = self.memory.first().and_then(|memory| memory.place(0, region_bytes)).expect("one region");
+        let start = memory.address().addr().get();
+        for piece in &self.runs {
+            let from = piece.place.address().addr().get();
+            assert!(start <= from && from + piece.bytes <= start + region_bytes, "{piece:?} is outside");
+        }
+    }
+
     /// Whether the post had not ended.
     pub(crate) fn is_live(&self) -> bool {
         self.word.stands()

@@ -20,15 +20,17 @@ pub(crate) struct Lender {
     board: Arc<Board>,
     by_descriptor: bool,
     by_address: bool,
-    /// Whether the peer may hold memory in place: then the ends of the tether.
-    tether: Option<Mutex<Tether>>,
+    /// Whether the peer may hold memory in place.
+    in_place: bool,
+    tether: Mutex<Tether>,
     told: Mutex<Told>,
     /// How many shares the peer answered.
     answers: AtomicU32,
     ready: RwLock<Ready>,
 }
 
-/// A pipe that is closed when the peer reads nothing any more.
+/// A pipe that is closed when the peer reads nothing any more; made for the first write that it may hold.
+#[derive(Default)]
 struct Tether {
     ours: Option<OwnedFd>,
     /// Until it was told: then only the peer has it.
@@ -67,20 +69,23 @@ struct Lendable {
 impl Lender {
     pub(super) fn new(by_descriptor: bool, by_address: bool, in_place: bool, max_posts: usize) -> io::Result<Self> {
         let board = Arc::new(Board::new(max_posts)?);
-        let tether = match in_place {
-            true => {
-                let (ours, theirs) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-                Some(Mutex::new(Tether { ours: Some(ours), theirs: Some(Arc::new(theirs)) }))
-            }
-            false => None,
-        };
-        let (told, answers, ready) = Default::default();
-        Ok(Self { board, by_descriptor, by_address, tether, told, answers, ready })
+        let (tether, told, answers, ready) = Default::default();
+        Ok(Self { board, by_descriptor, by_address, in_place, tether, told, answers, ready })
+    }
+
+    /// Something is to be handed over in place: the peer has to be told the tether, if it was not.
+    pub(crate) fn want_tether(&self) -> io::Result<()> {
+        let mut tether = self.tether.lock().unwrap_or_else(PoisonError::into_inner);
+        if tether.ours.is_none() {
+            let (ours, theirs) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+            *tether = Tether { ours: Some(ours), theirs: Some(Arc::new(theirs)) };
+        }
+        Ok(())
     }
 
     /// The end of the tether that hangs up when the peer has let go, once.
     pub(crate) fn take_tether(&self) -> Option<OwnedFd> {
-        let mut tether = self.tether.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tether = self.tether.lock().unwrap_or_else(PoisonError::into_inner);
         tether.theirs = None; // also if it was never told
         tether.ours.take()
     }
@@ -108,10 +113,9 @@ impl Lender {
         if self.by_address && !std::mem::replace(&mut told.board_by_address, true) {
             return Some((self.board.share_by_address(), None));
         }
-        if let Some(tether) = &self.tether
-            && !std::mem::replace(&mut told.tether, true)
-            && let Some(theirs) = tether.lock().unwrap_or_else(PoisonError::into_inner).theirs.take()
-        {
+        let theirs = self.tether.lock().unwrap_or_else(PoisonError::into_inner).theirs.take();
+        if let Some(theirs) = theirs {
+            told.tether = true;
             let share = Share { region: TETHER, bytes: 1, reach: Reach::Descriptor { offset: 0 }, proof: 0 };
             return Some((share, Some(theirs)));
         }
@@ -142,7 +146,7 @@ impl Lender {
         let mut ready = self.ready.write().unwrap_or_else(PoisonError::into_inner);
         match id {
             BOARD => return ready.board = true,
-            TETHER => return ready.tether = self.tether.is_some(),
+            TETHER => return ready.tether = self.in_place,
             _ => {}
         }
         if id >= self.told.lock().unwrap_or_else(PoisonError::into_inner).regions {

@@ -28,6 +28,7 @@ use crate::api::{
 use crate::core::{Bug, Core, Counters, Post, Recall, SessionKey};
 use crate::credentials::Credentials;
 use crate::error::TransportError;
+use crate::share::Lender;
 use crate::watch::{Landing, Leaving};
 
 /// The most extents of one post.
@@ -294,6 +295,11 @@ impl Shared {
             found,
             limit,
         })?;
+        if let Some(Err(source)) = session.lender().map(Lender::want_tether) {
+            Counters::give_back(held, bytes);
+            let (peer, operation) = (session.name.clone(), "make a pipe for what it holds in place");
+            return Err(TransportError::Io { peer, operation, source: Arc::new(source) });
+        }
         session.outbox.add(&self.core, &session.name, post).inspect_err(|_| Counters::give_back(held, bytes))
     }
 

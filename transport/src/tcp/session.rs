@@ -348,6 +348,7 @@ impl Session {
         let posts = self.outbox.close(core, reason);
         let sharing = self.sharing.as_ref()?;
         sharing.borrower.let_go();
+        // A peer that was lent something in place has its end.
         let tether = sharing.lender.take_tether()?;
         (!posts.is_empty()).then(|| Estate { peer: self.name.clone(), tether, posts })
     }

@@ -100,17 +100,9 @@ impl Lane {
     pub(super) fn mapped(&self, core: &Core, header: &FrameHeader, problem: Option<&[u8]>) {
         let (peer, region) = (&self.session.name, header.sequence);
         self.take_answer(core, header, problem.is_none());
-        match (problem, &self.session.sharing) {
-            (Some(problem), _) => {
-                let problem: String = String::from_utf8_lossy(problem).chars().filter(|c| !c.is_control()).collect();
-                tracing::warn!(
-                    peer,
-                    region,
-                    problem,
-                    "the peer cannot read shared memory; its bytes go over the lanes"
-                );
-            }
-            (None, _) => {}
+        if let Some(problem) = problem {
+            let problem: String = String::from_utf8_lossy(problem).chars().filter(|c| !c.is_control()).collect();
+            tracing::warn!(peer, region, problem, "the peer cannot read shared memory; its bytes go over the lanes");
         }
     }
 
