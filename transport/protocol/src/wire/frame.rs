@@ -387,6 +387,22 @@ mod tests {
     }
 
     #[test]
+    fn golden_bytes_of_words_in_place() {
+        let refuse = FrameHeader::about(FrameKind::Refuse, Some(Refusal::NotInPlace), 5, 6);
+        let held = FrameHeader::about(FrameKind::Held, None, 5, 6);
+        let recall = FrameHeader::about(FrameKind::Recall, None, 5, 6);
+        for (header, codes) in [(refuse, [3, 9]), (held, [14, 0]), (recall, [15, 0])] {
+            let bytes = header.encode(3);
+            assert_eq!(bytes[..8], [b'K', b'V', b'F', b'Y', 3, 0, codes[0], codes[1]]);
+            assert_eq!(bytes[8..28], [5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0]);
+            assert_eq!(FrameHeader::decode(&bytes, 3), Ok(header));
+        }
+        assert!(FrameHeader::decode(&held.encode(2), 2).is_err(), "version 2 has no such word");
+        let long = FrameHeader { table_bytes: 1, ..held };
+        assert!(FrameHeader::decode(&long.encode(3), 3).is_err());
+    }
+
+    #[test]
     fn what_was_written_is_read_and_any_flipped_bit_is_noticed() {
         let refuse = FrameHeader::about(FrameKind::Refuse, Some(Refusal::TooMany), 5, 6);
         for header in
