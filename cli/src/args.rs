@@ -116,6 +116,10 @@ pub(crate) struct BenchArgs {
     /// Who sends: this side (push), the other (pull), or both at once.
     #[arg(long, value_enum, default_value_t = Direction::Push)]
     pub(crate) direction: Direction,
+    /// Copy nothing: the receiver reads the blocks where they lie in the sender's memory. One block is then as long as it takes to hand it
+    /// over, and to digest it there with --digest on.
+    #[arg(long, conflicts_with_all = ["peers", "idle_peers"])]
+    pub(crate) in_place: bool,
     /// Busy peers of one node; with more than one, rates by peer are measured instead.
     #[arg(long, default_value_t = 1)]
     pub(crate) peers: u32,

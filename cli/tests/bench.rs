@@ -83,6 +83,24 @@ fn every_transport_is_measured_in_every_direction_with_and_without_digests() {
 }
 
 #[test]
+fn blocks_are_read_in_place_in_every_direction_and_nothing_is_copied() {
+    for direction in ["push", "pull", "both"] {
+        for digest in ["on", "movers", "off"] {
+            let arguments = ["--transport", "shm", "--in-place", "--direction", direction, "--digest", digest];
+            for row in report(&arguments)["sizes"].as_array().expect("a list") {
+                check(row, "shm", digest != "off");
+                assert_eq!((&row["in_place"], row["lent_share"].as_f64()), (&true.into(), Some(1.0)), "{row}");
+            }
+        }
+    }
+    let output = bench(&[SMALL, &["--transport", "shm", "--in-place", "--spoil", "source"]].concat());
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("WRONG"), "{}", text(&output.stdout));
+    let output = bench(&[SMALL, &["--transport", "uds", "--in-place"]].concat());
+    assert!(text(&output.stderr).contains("--transport shm"), "{}", text(&output.stderr));
+}
+
+#[test]
 fn a_pass_of_many_writes_with_a_rest_arrives() {
     for digest in ["on", "off"] {
         let found =
@@ -393,7 +411,7 @@ fn another_side_that_is_killed_ends_the_bench_with_a_word() {
     let output = bench.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
     assert!(output.stdout.is_empty(), "no figures of what did not end: {output:?}");
-    // Which of its connections breaks first is chance.
+    // Which of its connections breaks first is chance, and whether a write was under way.
     let said = text(&output.stderr);
-    assert!(said.contains("is gone") || said.contains("socket"), "{said}");
+    assert!(["is gone", "socket", "a write failed"].iter().any(|word| said.contains(word)), "{said}");
 }

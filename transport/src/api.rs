@@ -13,6 +13,7 @@ use kvferry_protocol::{PeerId, RegionId};
 
 use crate::credentials::Credentials;
 use crate::error::TransportError;
+use crate::share::Adopted;
 use crate::watch::{Landing, Leaving};
 
 /// One way of moving bytes between this endpoint and its peers.
@@ -79,6 +80,21 @@ pub trait Transport: Send + Sync + 'static {
         self.grant(peer, pages)
     }
 
+    /// Permits one peer to hand over a window of `bytes` bytes without moving it: what it posts stays in its memory, and
+    /// [`Event::Lent`] says where this side reads it. Between processes of one host whose session shares memory.
+    ///
+    /// # Errors
+    /// [`TransportError::Refused`] if the session with the peer is not such, with the reason; else as [`grant`](Transport::grant).
+    fn grant_in_place(&self, peer: &PeerId, bytes: u64) -> Result<GrantKey, TransportError> {
+        let _ = bytes;
+        Err(TransportError::Refused { reason: format!("{peer}'s memory is not read in place by this transport") })
+    }
+
+    /// Asks a peer to let go of a post that it holds in place, once; it hears [`Event::Recalled`]. The post ends when it has.
+    fn recall(&self, peer: &PeerId, post: PostId) {
+        let _ = (peer, post);
+    }
+
     /// Withdraws a grant. After this returns no byte of it lands, ever; it needs no word from the peer. Revoking again, or a
     /// grant that ended with its session, returns at once.
     fn revoke(&self, grant: GrantKey);
@@ -112,7 +128,8 @@ pub trait Transport: Send + Sync + 'static {
     }
 
     /// Stops all posts under one grant of a peer: what was not handed to the network is dropped. After this returns none of their
-    /// sources is read any more, or, where the receiver reads them itself, nothing that it reads counts. Each ends in its one [`Event::Posted`], which may have to wait for the receiver's answer.
+    /// sources is read any more, or, where the receiver copies out of them itself, nothing that it copies counts. What it may hold in place is
+    /// recalled, and stays as it is until the post ends. Each ends in its one [`Event::Posted`], which may have to wait for the receiver's answer.
     fn cancel(&self, peer: &PeerId, grant: GrantKey);
 
     /// To this peer, runs shorter than this are cheaper to pack into one run first; in bytes.
@@ -131,7 +148,8 @@ pub trait Transport: Send + Sync + 'static {
     /// Counters since the start.
     fn stats(&self) -> TransportStats;
 
-    /// Ends all sessions; after this returns nothing is read from or written to registered memory.
+    /// Ends all sessions; after this returns nothing is read from or written to registered memory, except by peers that hold it in place:
+    /// what they read from here on does not count, and they can see that ([`Adopted::is_intact`]).
     fn shutdown(&self);
 }
 
@@ -345,7 +363,8 @@ pub enum Event {
         address: PeerAddress,
     },
     /// A session ended, or an attempt to reach an address failed. All grants to the peer are revoked and all posts to it have
-    /// ended before this event.
+    /// ended before this event, except those whose source it may hold in place: each ends when the peer has let go of all that it holds of
+    /// that session, or its process is gone.
     Down {
         /// Who, if it proved who it is.
         peer: Option<PeerId>,
@@ -360,6 +379,36 @@ pub enum Event {
         peer: PeerId,
         /// Its bytes.
         message: Bytes,
+    },
+    /// The receiver has all of a post under a grant in place, and reads it where it lies until the post ends. A post that ends at once may
+    /// do so without this.
+    Held {
+        /// Which.
+        post: PostId,
+    },
+    /// The sender wants its memory back: copy what is still needed, and drop what [`Event::Lent`] gave.
+    Recalled {
+        /// Who wrote.
+        peer: PeerId,
+        /// Under which grant.
+        grant: GrantKey,
+        /// Which write of the grant.
+        sequence: u32,
+    },
+    /// All bytes of a peer's write may be read where they lie.
+    Lent {
+        /// Who wrote.
+        peer: PeerId,
+        /// Under which grant.
+        grant: GrantKey,
+        /// Which write of the grant.
+        sequence: u32,
+        /// How many bytes.
+        bytes: u64,
+        /// The write's notification.
+        notification: Bytes,
+        /// Where they lie; the sender holds them until this is dropped.
+        adopted: Adopted,
     },
     /// A post ended: the receiver took all its bytes, or will never take another.
     Posted {
@@ -401,8 +450,12 @@ pub struct TransportStats {
     pub sent_bytes: u64,
     /// Of these, bytes that stayed where they are for the receiver to copy.
     pub lent_bytes: u64,
+    /// Payload bytes that peers took where they lie; not among those that were sent.
+    pub handed_bytes: u64,
     /// Payload bytes placed into granted memory.
     pub landed_bytes: u64,
+    /// Payload bytes that peers handed over in place, and nobody copied.
+    pub adopted_bytes: u64,
     /// Payload bytes that came under a dead grant and were thrown away.
     pub dropped_bytes: u64,
     /// Writes refused: unknown or revoked grant, out of range, taken before.
@@ -415,6 +468,10 @@ pub struct TransportStats {
     pub refused_peers: u64,
     /// Gauge: live grants.
     pub grants_live: u64,
+    /// Writes that were asked back: from this side's peers.
+    pub recalled_writes: u64,
     /// Gauge: posts that have not ended.
     pub posts_live: u64,
+    /// Gauge: bytes of posts that peers hold in place, or are about to.
+    pub held_bytes: u64,
 }

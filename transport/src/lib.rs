@@ -28,5 +28,6 @@ pub use api::*;
 pub use credentials::Credentials;
 pub use error::TransportError;
 pub use loopback::{FaultPlan, FaultRates, Loopback, LoopbackConfig, LoopbackNetwork};
+pub use share::{Adopted, AdoptedRun};
 pub use tcp::{ConfigError, Tcp, TcpConfig, TcpConfigFile};
 pub use watch::{Landing, Leaving};

@@ -14,7 +14,7 @@ use common::{RawPeer, VERSION, config, node_with};
 use kvferry_protocol::RegionId;
 use kvferry_protocol::pages::{Extent, Loop, Pages, Piece};
 use kvferry_protocol::wire::{
-    BOARD, FrameHeader, FrameKind, LentRun, Loan, MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, Reach, Refusal, Share,
+    BOARD, FrameHeader, FrameKind, LentRun, Loan, MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, Reach, Refusal, Share, TETHER,
     encode_table,
 };
 use kvferry_transport::testing::{Node, peer};
@@ -112,6 +112,7 @@ fn frame(chance: &mut Chance, known: &Known) -> Vec<u8> {
         3 => FrameKind::Mapped,
         4 => FrameKind::Share,
         5 => FrameKind::Ping,
+        6 => FrameKind::Held,
         _ if is_lent => FrameKind::Lend,
         _ => FrameKind::Data,
     };
@@ -162,7 +163,7 @@ fn control(chance: &mut Chance, known: &Known) -> Vec<u8> {
         }
         4 | 5 => {
             let grant = known.keys[chance.below(known.keys.len() as u64) as usize];
-            let kind = if chance.one_in(2) { FrameKind::Cancel } else { FrameKind::Ack };
+            let kind = [FrameKind::Cancel, FrameKind::Ack, FrameKind::Recall][chance.below(3) as usize];
             FrameHeader::about(kind, None, grant, chance.below(8) as u32).encode(VERSION).to_vec()
         }
         6 => (0..chance.below(300)).map(|_| chance.draw() as u8).collect(),
@@ -219,7 +220,10 @@ fn memory_file(bytes: usize, seals: SealFlags) -> OwnedFd {
 fn hostile_round(lanes: Lanes, chance: &mut Chance, victim: &mut Node, known: &mut Known, name: &str) {
     let all = |bytes| Piece { region: RegionId::new(0), offset: 0, loops: Vec::new(), run_bytes: bytes };
     let who = peer(name, 1);
-    let grant = |victim: &Node| {
+    let grant = |victim: &Node, in_place: bool| {
+        if in_place && let Ok(key) = victim.transport.grant_in_place(&who, GRANTED) {
+            return Some(key);
+        }
         let window = Pages { bases: vec![0], pieces: vec![all(GRANTED)] };
         victim.transport.grant(&who, window).ok()
     };
@@ -229,7 +233,7 @@ fn hostile_round(lanes: Lanes, chance: &mut Chance, victim: &mut Node, known: &m
         let mut live: Vec<GrantKey> = Vec::new();
         for _ in 0..frames {
             if live.is_empty()
-                && let Some(key) = grant(victim)
+                && let Some(key) = grant(victim, chance.one_in(2))
             {
                 known.keys.push(key.0);
                 live.push(key);
@@ -276,22 +280,24 @@ fn hostile_round(lanes: Lanes, chance: &mut Chance, victim: &mut Node, known: &m
 }
 
 fn share_something(chance: &mut Chance, hand: &mut ByHand) {
+    // Half of them as they should be, so that something can be lent, and handed over in place.
+    let wild = chance.one_in(2);
     let file = |chance: &mut Chance| {
-        let seals = if chance.one_in(3) { SealFlags::GROW } else { SealFlags::SHRINK };
+        let seals = if wild && chance.one_in(3) { SealFlags::GROW } else { SealFlags::SHRINK };
         memory_file((1 + chance.below(128 * KIB) as usize).next_multiple_of(4096), seals)
     };
-    for region in [BOARD, 0, 1] {
-        if chance.one_in(4) {
+    for region in [BOARD, TETHER, 0, 1] {
+        if wild && chance.one_in(4) {
             continue;
         }
-        let reach = match chance.below(4) {
+        let reach = match if wild { chance.below(4) } else { 2 } {
             0 => Reach::Address { address: chance.number() >> 1 },
             1 => Reach::Descriptor { offset: chance.number() >> 1 },
             _ => Reach::Descriptor { offset: 0 },
         };
-        let bytes = if chance.one_in(3) { 1 + (chance.number() >> 2) } else { 4096 };
+        let bytes = if wild && chance.one_in(3) { 1 + (chance.number() >> 2) } else { 4096 };
         let share = Share { region, bytes, reach, proof: 0 };
-        if matches!(reach, Reach::Address { .. }) || chance.one_in(4) {
+        if matches!(reach, Reach::Address { .. }) || wild && chance.one_in(4) {
             hand.share(&share, None);
         } else {
             hand.share(&share, Some(&file(chance)));
@@ -348,7 +354,14 @@ fn attack(lanes: Lanes, rounds: u64) {
         victim.transport.revoke(others);
         victim.memory.fill(GRANTED as usize, 64 * KIB as usize, 0x11);
         assert!(victim.memory.is_all(0, GRANTED as usize, 0x55), "round {round}: late bytes");
-        victim.drain();
+        // What it handed over in place is read, each byte, and whatever becomes of it.
+        for event in victim.drain() {
+            if let Event::Lent { adopted, .. } = event {
+                for run in adopted.runs() {
+                    let _ = adopted.copy(run.offset, &mut vec![0; run.bytes]);
+                }
+            }
+        }
         honest.drain();
         let most = known.keys.len().saturating_sub(64);
         known.keys.drain(..most);
@@ -361,6 +374,7 @@ fn attack(lanes: Lanes, rounds: u64) {
     assert_eq!(stats.grants_live, 0);
     // It got as far as the pages, and it was refused.
     assert!(stats.landed_bytes > rounds * 64 * KIB && stats.refused_writes > rounds / 10, "{stats:?}");
+    assert!(stats.adopted_bytes > 0, "nothing was handed over in place: {stats:?}");
     let after = resources();
     assert!(after.0 < before.0 + MOST_GROWTH_KIB, "{before:?} KiB and descriptors, then {after:?}");
     assert!(after.1 <= before.1 + 16, "{before:?} KiB and descriptors, then {after:?}");

@@ -39,6 +39,7 @@ fn case_of(bug: Planted) -> Case {
         Planted::LookUnguarded => testing::watches_look_no_more_after_a_revoke_or_a_cancel,
         Planted::SlabKept => testing::a_packed_source_is_let_go_with_its_post,
         Planted::FillerAtOnce => testing::what_lands_is_what_was_posted,
+        Planted::CutForgetsHeld => |_| panic!("it needs what is held in place: see in_place.rs"),
         Planted::PatternSpoilt => |_| panic!("it needs a device: see rdma.rs"),
         Planted::LaneSlow => |_| panic!("it is no bug"),
     }

@@ -5,16 +5,16 @@ mod common;
 use std::os::fd::OwnedFd;
 
 use bytes::Bytes;
-use common::unix::ByHand;
+use common::unix::{ByHand, board, file, loan, region};
 use common::{config, key};
 use kvferry_protocol::pages::Extent;
-use kvferry_protocol::wire::{BOARD, FrameKind, LentRun, Loan, Reach, Refusal, Share, VERSIONS};
+use kvferry_protocol::wire::{BOARD, FrameKind, Reach, Refusal, Share, VERSIONS};
 use kvferry_protocol::{PeerId, RegionId};
 use kvferry_transport::testing::{Arena, Node, peer};
 use kvferry_transport::{
     Event, Memory, MemoryKind, PathKind, PathReport, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
 };
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::SealFlags;
 
 const MIB: usize = 1 << 20;
 
@@ -133,33 +133,6 @@ fn memory_without_a_file_is_read_in_the_process_and_memory_that_came_late_too() 
         }
     }
     panic!("it was never lent");
-}
-
-fn file(bytes: &[u8], seals: SealFlags) -> OwnedFd {
-    let file = memfd_create("by-hand", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-    ftruncate(&file, bytes.len() as u64).unwrap();
-    assert_eq!(rustix::io::write(&file, bytes).unwrap(), bytes.len());
-    fcntl_add_seals(&file, seals).unwrap();
-    file
-}
-
-/// A board of 4096 bytes with this proof, whose slot 0 holds token 77.
-fn board() -> (Share, OwnedFd) {
-    let proof = 0x1234_5678_u128;
-    let mut bytes = vec![0; 4096];
-    bytes[..16].copy_from_slice(&proof.to_le_bytes());
-    bytes[16..24].copy_from_slice(&77u64.to_ne_bytes());
-    let share = Share { region: BOARD, bytes: 4096, reach: Reach::Descriptor { offset: 0 }, proof };
-    (share, file(&bytes, SealFlags::SHRINK))
-}
-
-fn region(bytes: u64) -> Share {
-    Share { region: 0, bytes, reach: Reach::Descriptor { offset: 0 }, proof: 0 }
-}
-
-fn loan(slot: u32, token: u64, runs: &[(u32, u64, u32)]) -> Loan {
-    let runs = runs.iter().map(|&(region, offset, bytes)| LentRun { region, offset, bytes }).collect();
-    Loan { slot, token, runs }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use common::{config, key};
 use kvferry_protocol::PeerId;
 use kvferry_transport::testing::{Node, peer};
-use kvferry_transport::{PathKind, Tcp, TcpConfig, TcpConfigFile, Transport};
+use kvferry_transport::{Event, PathKind, Tcp, TcpConfig, TcpConfigFile, Transport};
 
 const MIB: usize = 1 << 20;
 const SESSIONS: u64 = 100;
@@ -34,6 +34,15 @@ fn lend(a: &mut Node, b: &mut Node) {
     panic!("nothing was lent");
 }
 
+/// Hands over in place, and lets go.
+fn hand_over(a: &mut Node, b: &mut Node) {
+    let grant = b.transport.grant_in_place(&a.peer, MIB as u64).unwrap();
+    let post = a.post(&b.peer, grant, 0, 0, 0, MIB as u64);
+    drop(b.wait("Lent", |event| matches!(event, Event::Lent { .. })));
+    a.wait_posted(post).unwrap();
+    b.transport.revoke(grant);
+}
+
 #[test]
 fn descriptors_mappings_and_memory_files_go_with_their_sessions() {
     let count = || {
@@ -47,6 +56,8 @@ fn descriptors_mappings_and_memory_files_go_with_their_sessions() {
         a.meet(&mut b);
         lend(&mut a, &mut b);
         lend(&mut b, &mut a);
+        hand_over(&mut a, &mut b);
+        hand_over(&mut b, &mut a);
         drop(a);
         b.wait_down(&peer("a", incarnation));
     };

@@ -2,13 +2,15 @@
 #![expect(unsafe_code, reason = "registers memory with a transport, and makes slices of it between transfers")]
 
 use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvferry_kernels::HostRegion;
 use kvferry_kernels::copy::RegionTable;
-use kvferry_protocol::RegionId;
-use kvferry_transport::{Memory, MemoryFile, MemoryKind, Transport};
+use kvferry_protocol::pages::Extent;
+use kvferry_protocol::{BlockId, RegionId};
+use kvferry_transport::{Adopted, Memory, MemoryFile, MemoryKind, Transport};
 
 use crate::error::CliError;
 
@@ -97,6 +99,52 @@ impl Lent {
         let old = unsafe { byte.read_volatile() };
         // SAFETY: as above.
         unsafe { byte.write_volatile(!old) }
+    }
+}
+
+/// Blocks of a write in the sender's memory, numbered from the lowest of them.
+pub(crate) struct ForeignBlocks<'a> {
+    pub(crate) blocks: Vec<BlockId>,
+    start: NonNull<u8>,
+    bytes: usize,
+    /// Keeps them mapped.
+    _adopted: &'a Adopted,
+}
+
+impl<'a> ForeignBlocks<'a> {
+    /// The blocks of `extent`, one after the other in the window.
+    pub(crate) fn new(adopted: &'a Adopted, extent: Extent, block_bytes: u64) -> Result<Self, CliError> {
+        let torn = || CliError::Word { found: "a write whose blocks do not lie in whole ones".to_owned() };
+        let runs: Vec<_> = adopted.runs().collect();
+        let (size, end) = (block_bytes as usize, extent.offset + extent.run_bytes);
+        let mut addresses = Vec::new();
+        for offset in (extent.offset..end).step_by(size) {
+            let at = runs.partition_point(|run| run.offset <= offset).checked_sub(1).ok_or_else(torn)?;
+            let skip = (offset - runs[at].offset) as usize;
+            if skip + size > runs[at].bytes {
+                return Err(torn());
+            }
+            // SAFETY: the block is inside the run, by the check above.
+            addresses.push(unsafe { runs[at].address.add(skip) });
+        }
+        let start = addresses.iter().copied().min().ok_or_else(torn)?;
+        let steps = addresses.iter().map(|address| (address.addr().get() - start.addr().get()) / size);
+        let blocks: Vec<_> = steps.map(|step| BlockId::new(step as u32)).collect();
+        let is_whole = |(address, block): (&NonNull<u8>, &BlockId)| {
+            address.addr().get() == start.addr().get() + block.get() as usize * size
+        };
+        if !addresses.iter().zip(&blocks).all(is_whole) {
+            return Err(torn());
+        }
+        let bytes = blocks.iter().max().map_or(0, |last| (last.get() as usize + 1) * size);
+        Ok(Self { blocks, start, bytes, _adopted: adopted })
+    }
+
+    /// For digests of them.
+    pub(crate) fn table(&self) -> RegionTable {
+        // SAFETY: only the blocks are read, and those are mapped while the write is held, which `self` borrows, as who digests does. The
+        // sender keeps their bytes as they are, and its board tells if not.
+        unsafe { RegionTable::new(vec![(self.start, self.bytes)]) }
     }
 }
 

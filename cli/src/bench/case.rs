@@ -36,6 +36,8 @@ pub(crate) struct Case {
     pub(crate) direction: Direction,
     /// Whether bytes are digested on both sides.
     pub(crate) digest: bool,
+    /// Whether nothing is copied: the receiver reads blocks where they lie.
+    pub(crate) in_place: bool,
     /// Whether threads of their own digest, and not those that carry the bytes.
     pub(crate) movers: bool,
     /// Whether bytes are compared with what was sent.
@@ -89,6 +91,7 @@ impl Case {
             posts,
             direction,
             digest: true,
+            in_place: false,
             movers: false,
             verify: false,
             spoil: None,

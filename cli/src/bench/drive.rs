@@ -8,7 +8,7 @@ use super::case::{Case, Span};
 use super::endpoint::{self, Setup, address_text};
 use super::limit::Limit;
 use super::report::{LimitFigures, Row, Wrong};
-use super::serve::{poison, wrong_blocks};
+use super::serve::poison;
 use super::station::Station;
 use super::words::{FORM, Word};
 use crate::args::Kind;
@@ -52,7 +52,7 @@ pub(crate) fn measure(setup: &Setup, address: &PeerAddress, case: Case, effort: 
     }
     let mut run = Run { station, case, wrong: Wrong::default(), lent_there: 0 };
     let first_block_us = run.transfer(run.case.request(1, 0), true)? * 1e6;
-    if matches!(kind, Kind::Shm | Kind::Cma) {
+    if matches!(kind, Kind::Shm | Kind::Cma) && !run.case.in_place {
         run.wait_lending(kind)?;
     }
     let mut limit = Limit::open(kind, &mut run.station, address)?;
@@ -171,7 +171,7 @@ impl Run {
                 other => return Err(other.unexpected()),
             };
         }
-        if direction.receives() && check {
+        if direction.receives() && check && !self.case.in_place {
             poison(station, span);
         }
         let start = Instant::now();
@@ -202,19 +202,16 @@ impl Run {
                 other => return Err(other.unexpected()),
             }
         }
-        self.close(span, check)?;
+        self.close(check)?;
         Ok(seconds)
     }
 
     /// Takes grants and memory back, and compares.
-    fn close(&mut self, span: Span, check: bool) -> Result<(), CliError> {
+    fn close(&mut self, check: bool) -> Result<(), CliError> {
         let station = &mut self.station;
         if self.case.direction.receives() {
             self.wrong.digests += u64::from(station.wrong_digests());
-            station.close();
-            if check {
-                self.wrong.blocks += wrong_blocks(station, span);
-            }
+            self.wrong.blocks += station.close(check)?;
         }
         if self.case.direction.sends() {
             station.end_sending()?;
@@ -266,6 +263,7 @@ fn row(
         direction: case.direction,
         lent_share: rounded(lent_share),
         digest: case.digest,
+        in_place: case.in_place,
         gbps_best: rounded(best(&gbps)),
         gbps_rounds: gbps.iter().copied().map(rounded).collect(),
         gbps_median: rounded(median(&mut gbps)),

@@ -6,14 +6,15 @@ use std::thread::JoinHandle;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
-use kvferry_kernels::copy::{self, WindowDigests};
+use kvferry_kernels::copy::{self, RegionTable, WindowDigests};
 use kvferry_protocol::layout::{CacheView, KvLayout, RawWindow, Selection, Shard, WindowShape};
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::{BlockId, PeerId};
-use kvferry_transport::{GrantKey, Landing, Leaving, Source, Transport, Write};
+use kvferry_transport::{Adopted, GrantKey, Landing, Leaving, Source, Transport, Write};
 
-use super::arena::Lent;
+use super::arena::{ForeignBlocks, Lent};
 use super::case::{Case, Span};
+use super::content;
 use crate::args::Spoil;
 use crate::error::CliError;
 
@@ -45,6 +46,13 @@ pub(crate) struct Incoming {
     pub(crate) span: Span,
     /// Digests of what lands, where the transport's threads take them.
     pub(crate) watch: Option<Arc<Watch>>,
+}
+
+/// A write that is read where it lies.
+#[derive(Clone, Debug)]
+pub(crate) struct InPlace {
+    pub(crate) write: u32,
+    pub(crate) adopted: Arc<Adopted>,
 }
 
 /// Digests of the blocks of a span, taken while they pass.
@@ -100,17 +108,21 @@ impl Ground {
     /// The digest of a write's blocks where they lie, keyed by their places in the order.
     fn digest(&self, lent: &Lent, order: &[u32], first: u32) -> Result<u64, CliError> {
         let blocks: Vec<BlockId> = order.iter().map(|block| BlockId::new(*block)).collect();
-        let shape = self.layout.shape();
-        let first_token = first * shape.tokens_per_block;
-        let view = CacheView { layout: &self.layout, shard: Shard::default(), blocks: &blocks, first_token };
-        let selection = Selection {
-            layers: 0..shape.layers,
-            heads: 0..shape.heads,
-            tokens: first_token..first_token + blocks.len() as u32 * shape.tokens_per_block,
-        };
-        let digest = copy::digest(&view, &selection, &lent.table());
-        digest.map(kvferry_protocol::digest::Digest::get).map_err(|error| CliError::Word { found: error.to_string() })
+        digest_of(&self.layout, &lent.table(), &blocks, first)
     }
+}
+
+fn digest_of(layout: &KvLayout, table: &RegionTable, blocks: &[BlockId], first: u32) -> Result<u64, CliError> {
+    let shape = layout.shape();
+    let first_token = first * shape.tokens_per_block;
+    let view = CacheView { layout, shard: Shard::default(), blocks, first_token };
+    let selection = Selection {
+        layers: 0..shape.layers,
+        heads: 0..shape.heads,
+        tokens: first_token..first_token + blocks.len() as u32 * shape.tokens_per_block,
+    };
+    let digest = copy::digest(&view, &selection, table);
+    digest.map(kvferry_protocol::digest::Digest::get).map_err(|error| CliError::Word { found: error.to_string() })
 }
 
 impl Outgoing {
@@ -167,6 +179,31 @@ impl Incoming {
     }
 }
 
+impl InPlace {
+    /// Compares the digest of a write's blocks, in the sender's memory, with the sender's.
+    fn check(&self, flow: &Incoming, digest: u64) -> Result<bool, CliError> {
+        let case = &flow.ground.case;
+        let part = flow.span.write(self.write, case.batch);
+        let foreign = ForeignBlocks::new(&self.adopted, part.extent(case.block_bytes), case.block_bytes)?;
+        let layout = flow.ground.case.layout();
+        let found = digest_of(&layout, &foreign.table(), &foreign.blocks, flow.span.first + part.first)?;
+        Ok(found == digest && self.adopted.is_intact())
+    }
+
+    /// How many of a write's blocks do not hold what the sender's blocks do.
+    pub(crate) fn wrong_blocks(&self, flow: &Incoming) -> u64 {
+        let Ground { case, source_order, .. } = &*flow.ground;
+        let part = flow.span.write(self.write, case.batch);
+        let mut bytes = vec![0; case.block_bytes as usize];
+        let blocks = (part.first..).zip(part.of(flow.span.of(source_order)));
+        let is_wrong = |(at, source): &(u32, &u32)| {
+            let is_here = self.adopted.copy(u64::from(*at) * case.block_bytes, &mut bytes);
+            !is_here || content::wrong_blocks(&bytes, case.block_bytes, &[**source], &[0]) > 0
+        };
+        blocks.filter(is_wrong).count() as u64
+    }
+}
+
 impl Landing for Watch {
     fn landed(&self, sequence: u32, stretch: Range<u64>) {
         if let Some(at) = self.spoil.filter(|_| stretch.start == 0) {
@@ -194,6 +231,8 @@ pub(crate) enum Job {
     Ship(Arc<Outgoing>, u32),
     /// Seal, and compare.
     Check { flow: Arc<Incoming>, write: u32, digest: u64 },
+    /// Compare where it lies.
+    CheckInPlace { flow: Arc<Incoming>, lent: InPlace, digest: u64 },
 }
 
 impl Job {
@@ -202,13 +241,14 @@ impl Job {
         match self {
             Self::Ship(flow, write) => flow.ship(write).map(|()| true),
             Self::Check { flow, write, digest } => flow.check(write, digest),
+            Self::CheckInPlace { flow, lent, digest } => lent.check(&flow, digest),
         }
     }
 
     fn kind(&self) -> Kind {
         match self {
             Self::Ship(..) => Kind::Ship,
-            Self::Check { .. } => Kind::Check,
+            Self::Check { .. } | Self::CheckInPlace { .. } => Kind::Check,
         }
     }
 }

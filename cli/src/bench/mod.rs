@@ -4,7 +4,8 @@
 //! blocks once, in scattered order on either side; a *request* moves a few. Bytes move through the transport's public interface only:
 //! the receiver grants a window of scattered blocks, the sender posts writes of `--batch` blocks out of scattered blocks. With digests
 //! each write's bytes are digested where they lie before they are sent, and again where they landed: by the threads that carry them, where
-//! the transport has such, or by threads of their own, as the connector does it.
+//! the transport has such, or by threads of their own, as the connector does it. In place nothing moves: the receiver is told where the blocks
+//! lie, digests them there, and lets go when the request is closed.
 
 mod arena;
 mod case;
@@ -28,7 +29,7 @@ use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::PathReport;
 use serde::Serialize;
 
-use crate::args::{BenchArgs, DigestBy};
+use crate::args::{BenchArgs, DigestBy, Kind, Spoil};
 use crate::error::CliError;
 use crate::size::Size;
 use case::Case;
@@ -80,13 +81,32 @@ fn cases(options: &BenchArgs) -> Result<Vec<Case>, CliError> {
     if !(1..=1000).contains(&options.rounds) {
         return Err(CliError::argument("--rounds", options.rounds, "write 1 to 1000"));
     }
+    if options.in_place && options.transport != Kind::Shm {
+        return Err(CliError::argument(
+            "--in-place",
+            "true",
+            "needs --transport shm: only memory that is mapped is read where it lies",
+        ));
+    }
+    if options.in_place && options.spoil == Some(Spoil::Target) {
+        return Err(CliError::argument("--spoil", "target", "nothing lands in place: spoil the source"));
+    }
     if !(1..=1_000_000).contains(&options.requests) {
         return Err(CliError::argument("--requests", options.requests, "write 1 to 1000000"));
     }
     let case = |block: &Size| {
         let case = Case::new(block.0, options.blocks, options.batch, options.posts, options.memory.0)?;
         let (digest, movers) = (options.digest != DigestBy::Off, options.digest == DigestBy::Movers);
-        Ok(Case { direction: options.direction, digest, movers, verify: options.verify, spoil: options.spoil, ..case })
+        let in_place = options.in_place;
+        Ok(Case {
+            direction: options.direction,
+            digest,
+            in_place,
+            movers,
+            verify: options.verify,
+            spoil: options.spoil,
+            ..case
+        })
     };
     options.block.iter().map(case).collect()
 }

@@ -34,7 +34,9 @@ pub(crate) struct Row {
     pub(crate) tls: bool,
     pub(crate) direction: Direction,
     pub(crate) digest: bool,
-    /// Which share of a pass's bytes stayed in place until the receiver copied them: 1 for memory that is shared or read.
+    /// Whether nothing was copied.
+    pub(crate) in_place: bool,
+    /// Which share of a pass's bytes stayed in place until the receiver copied them, or was done: 1 for memory that is shared or read.
     pub(crate) lent_share: f64,
     pub(crate) gbps_median: f64,
     pub(crate) gbps_best: f64,
@@ -147,6 +149,14 @@ impl Report {
     fn foot(&self, out: &mut String) {
         for row in &self.sizes {
             let size = Size(row.block_bytes);
+            if row.in_place {
+                let of_request = row.request_us.p50 / f64::from(row.request_blocks);
+                let _ = writeln!(
+                    out,
+                    "in place at {size}: {:.1} us for one block alone, {of_request:.2} us a block in requests of {}; nothing was copied",
+                    row.one_block_us.p50, row.request_blocks
+                );
+            }
             if row.lent_share > 0.0 && row.lent_share < 0.999 {
                 let _ = writeln!(
                     out,

@@ -85,7 +85,7 @@ impl Served {
                 self.is_checked = check;
                 let ground = Arc::clone(station.ground_if_begun()?);
                 in_case(span, &ground.case)?;
-                if check {
+                if check && !ground.case.in_place {
                     poison(station, span);
                 }
                 let grant = station.open(span)?;
@@ -97,12 +97,7 @@ impl Served {
                 station.fill(span, grant)
             }
             Word::Close => {
-                let span = station.receiving_span();
-                station.close();
-                let wrong_blocks = match (self.is_checked, span) {
-                    (true, Some(span)) => wrong_blocks(station, span),
-                    _ => 0,
-                };
+                let wrong_blocks = station.close(self.is_checked)?;
                 station.say(&Word::Closed { wrong_blocks })
             }
             Word::Listen { sockets, near, unix } => self.listen(station, sockets, near, unix),
@@ -166,13 +161,6 @@ pub(crate) fn poison(station: &Station, span: Span) {
     for block in span.of(&ground.target_order) {
         content::poison(&mut target[*block as usize * bytes..][..bytes]);
     }
-}
-
-/// How many blocks of a span are not what was sent.
-pub(crate) fn wrong_blocks(station: &Station, span: Span) -> u64 {
-    let ground = station.ground();
-    let (sources, targets) = (span.of(&ground.source_order), span.of(&ground.target_order));
-    content::wrong_blocks(&station.target().own(), ground.case.block_bytes, sources, targets)
 }
 
 fn in_case(span: Span, case: &Case) -> Result<(), CliError> {

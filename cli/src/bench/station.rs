@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_transport::{Event, GrantKey, PathReport, PeerAddress, Transport, TransportError};
+use kvferry_transport::{Adopted, Event, GrantKey, PathReport, PeerAddress, Transport, TransportError};
 
 use super::arena::Arena;
 use super::case::{Case, Span};
 use super::content;
 use super::endpoint::{self, Setup};
-use super::flow::{Ground, Incoming, Job, Kind, Movers, Outgoing};
+use super::flow::{Ground, InPlace, Incoming, Job, Kind, Movers, Outgoing};
 use super::words::Word;
 use crate::args::{Direction, Spoil};
 use crate::error::CliError;
@@ -62,6 +62,8 @@ struct Receiving {
     landed: u32,
     checked: u32,
     wrong_digests: u32,
+    /// What is held where it lies.
+    lent: Vec<InPlace>,
 }
 
 impl Station {
@@ -95,9 +97,10 @@ impl Station {
         self.path.as_ref()
     }
 
-    /// How many bytes that this side sent stayed in place for the other to copy.
+    /// How many bytes that this side sent stayed in place, for the other to copy or to read.
     pub(crate) fn lent_bytes(&self) -> u64 {
-        self.transport.stats().lent_bytes
+        let stats = self.transport.stats();
+        stats.lent_bytes + stats.handed_bytes
     }
 
     /// Whether a peer is there.
@@ -180,26 +183,25 @@ impl Station {
         self.ground.as_ref().ok_or_else(|| CliError::Word { found: "an order before it began a case".to_owned() })
     }
 
-    /// Which blocks are being received.
-    pub(crate) fn receiving_span(&self) -> Option<Span> {
-        self.receiving.as_ref().map(|receiving| receiving.flow.span)
-    }
-
     /// Grants the blocks of a span to the other side.
     pub(crate) fn open(&mut self, span: Span) -> Result<GrantKey, CliError> {
         let ground = Arc::clone(self.ground());
         let target = Arc::new(self.target().lend());
         let blocks = span.of(&ground.target_order);
         let pages = ground.case.pages(target.id(), blocks);
-        let watch = ground.watch(&target, blocks, span, true);
+        let in_place = ground.case.in_place;
+        let watch = (!in_place).then(|| ground.watch(&target, blocks, span, true)).flatten();
         let grant = match &watch {
+            None if in_place => {
+                self.transport.grant_in_place(self.other()?, u64::from(span.count) * ground.case.block_bytes)
+            }
             Some(watch) => self.transport.grant_watched(self.other()?, pages, Arc::clone(watch) as _),
             None => self.transport.grant(self.other()?, pages),
         };
         let grant = grant.map_err(CliError::transport("no grant"))?;
         let writes = span.writes(ground.case.batch);
         let flow = Arc::new(Incoming { ground, target, grant, span, watch });
-        self.receiving = Some(Receiving { flow, writes, landed: 0, checked: 0, wrong_digests: 0 });
+        self.receiving = Some(Receiving { flow, writes, landed: 0, checked: 0, wrong_digests: 0, lent: Vec::new() });
         Ok(grant)
     }
 
@@ -249,12 +251,29 @@ impl Station {
         self.receiving.as_ref().map_or(0, |receiving| receiving.wrong_digests)
     }
 
-    /// Revokes the grant and takes the target back.
-    pub(crate) fn close(&mut self) {
+    /// Revokes the grant and takes the target back; lets go of what is held. Returns how many blocks are not what was sent, if that is to be
+    /// looked at.
+    pub(crate) fn close(&mut self, check: bool) -> Result<u64, CliError> {
         self.movers.settle();
-        if let Some(receiving) = self.receiving.take() {
-            self.transport.revoke(receiving.flow.grant);
+        let Some(Receiving { flow, lent, .. }) = self.receiving.take() else { return Ok(0) };
+        self.transport.revoke(flow.grant);
+        let (span, case) = (flow.span, &flow.ground.case);
+        if case.in_place {
+            let copied = self.transport.stats().landed_bytes;
+            if copied > 0 {
+                return Err(CliError::Word {
+                    found: format!("{copied} bytes that were copied, although all stay in place"),
+                });
+            }
+            return Ok(if check { lent.iter().map(|lent| lent.wrong_blocks(&flow)).sum() } else { 0 });
         }
+        let ground = Arc::clone(&flow.ground);
+        drop(flow); // the target is this side's again
+        if !check {
+            return Ok(0);
+        }
+        let (sources, targets) = (span.of(&ground.source_order), span.of(&ground.target_order));
+        Ok(content::wrong_blocks(&self.target().own(), ground.case.block_bytes, sources, targets))
     }
 
     pub(crate) fn say(&self, word: &Word) -> Result<(), CliError> {
@@ -354,12 +373,43 @@ impl Station {
             },
             Event::Posted { outcome, .. } => {
                 outcome.map_err(CliError::transport("a write failed"))?;
+                // In place a write is taken when it is held; it ends when that is over.
+                if let Some(sending) = self.sending.as_mut().filter(|sending| !sending.flow.ground.case.in_place) {
+                    sending.ended += 1;
+                }
+            }
+            Event::Held { .. } => {
                 if let Some(sending) = &mut self.sending {
                     sending.ended += 1;
                 }
             }
+            Event::Lent { grant, sequence, notification, adopted, .. } => {
+                self.lent(grant, sequence, adopted, &notification)?;
+            }
             Event::Landed { grant, sequence, notification, .. } => self.landed(grant, sequence, &notification)?,
             _ => {}
+        }
+        Ok(())
+    }
+
+    fn lent(&mut self, grant: GrantKey, write: u32, adopted: Adopted, notification: &[u8]) -> Result<(), CliError> {
+        let Some(receiving) = self.receiving.as_mut().filter(|receiving| receiving.flow.grant == grant) else {
+            return Ok(());
+        };
+        let lent = InPlace { write, adopted: Arc::new(adopted) };
+        receiving.landed += 1;
+        receiving.lent.push(lent.clone());
+        if !receiving.flow.ground.case.digest {
+            receiving.checked += 1;
+            return Ok(());
+        }
+        let digest = digest_in(notification)?;
+        let job = Job::CheckInPlace { flow: Arc::clone(&receiving.flow), lent, digest };
+        if receiving.writes == 1 {
+            let is_right = job.run()?;
+            self.job_done(Kind::Check, is_right);
+        } else {
+            self.movers.submit(job);
         }
         Ok(())
     }
@@ -373,8 +423,7 @@ impl Station {
             receiving.checked += 1;
             return Ok(());
         }
-        let digest = notification.try_into().map(u64::from_le_bytes);
-        let digest = digest.map_err(|_| CliError::Word { found: "a write without a digest".to_owned() })?;
+        let digest = digest_in(notification)?;
         if let Some(is_right) = receiving.flow.check_taken(write, digest) {
             self.job_done(Kind::Check, is_right);
             return Ok(());
@@ -413,6 +462,11 @@ impl Station {
         }
         Ok(())
     }
+}
+
+fn digest_in(notification: &[u8]) -> Result<u64, CliError> {
+    let digest = notification.try_into().map(u64::from_le_bytes);
+    digest.map_err(|_| CliError::Word { found: "a write without a digest".to_owned() })
 }
 
 impl Drop for Station {

@@ -8,7 +8,7 @@ use super::case::{Case, Span};
 use crate::error::CliError;
 
 /// The form of these words; both sides must have the same.
-pub(crate) const FORM: u32 = 2;
+pub(crate) const FORM: u32 = 3;
 
 /// One word. The measuring side orders, the other answers; blocks are meant in the case's orders.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]

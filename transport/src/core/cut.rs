@@ -62,7 +62,7 @@ impl FrameCut {
             None => (frame, Bytes::new()),
         };
         let loan = lender.and_then(|lender| {
-            let lent = lender.locate(&runs)?;
+            let lent = lender.locate(&runs, post.is_in_place)?;
             let (slot, token) = source.lend(post, lender)?;
             Some(Loan { slot, token, runs: lent })
         });

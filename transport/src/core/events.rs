@@ -91,7 +91,7 @@ const MAX_BYTES: usize = 64 << 20;
 fn peer_bytes(event: &Event) -> usize {
     match event {
         Event::Message { message, .. } => message.len(),
-        Event::Landed { notification, .. } => notification.len(),
+        Event::Landed { notification, .. } | Event::Lent { notification, .. } => notification.len(),
         _ => 0,
     }
 }

@@ -11,6 +11,7 @@ use kvferry_protocol::PeerId;
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::Refusal;
 
+use super::adopting::Adopting;
 use super::planted::{Bug, Planted};
 use super::progress::{FrameWords, Progress};
 use super::random;
@@ -30,10 +31,17 @@ pub(crate) struct SessionKey(pub(crate) u64);
 pub(crate) struct Grant {
     pub(crate) key: GrantKey,
     session: SessionKey,
-    window: Window,
+    target: Target,
     life: RwLock<Life>,
     progress: Mutex<Progress>,
     pub(crate) bug: Bug,
+}
+
+/// Where a grant's bytes go.
+pub(crate) enum Target {
+    Pages(Window),
+    /// Nowhere: they stay where they are.
+    InPlace(Adopting),
 }
 
 /// What may still be placed under a grant.
@@ -56,7 +64,18 @@ impl Placing<'_> {
 
 impl Grant {
     pub(crate) fn window_bytes(&self) -> u64 {
-        self.window.bytes()
+        match &self.target {
+            Target::Pages(window) => window.bytes(),
+            Target::InPlace(adopting) => adopting.bytes,
+        }
+    }
+
+    /// What is handed over under it, if that is in place.
+    pub(super) fn adopting(&self) -> Option<&Adopting> {
+        match &self.target {
+            Target::Pages(_) => None,
+            Target::InPlace(adopting) => Some(adopting),
+        }
     }
 
     /// Takes a frame, or says why not. The caller has checked its extents against the window.
@@ -96,6 +115,13 @@ impl Grant {
 
     pub(crate) fn refuse(&self, sequence: u32) {
         self.progress().refuse(sequence);
+        self.forget_adopted(sequence);
+    }
+
+    fn forget_adopted(&self, sequence: u32) {
+        if let Target::InPlace(adopting) = &self.target {
+            drop(adopting.take(sequence));
+        }
     }
 
     /// Ends a write at the sender's wish: after this none of its bytes is placed. Returns whether it was complete before.
@@ -106,14 +132,16 @@ impl Grant {
         let complete = self.progress().cancel(sequence);
         // Waits for a lane that looked before and is still placing.
         drop(self.change());
+        self.forget_adopted(sequence);
         complete
     }
 
     /// Appends the memory of the extents' bytes from `done` on, at most `max_runs` runs. Returns how many bytes.
     pub(crate) fn append_runs(&self, extents: &RunList, done: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
+        let Target::Pages(window) = &self.target else { return 0 };
         let mut appended = 0;
         extents.walk(done, extents.bytes(), |_, offset, bytes| {
-            let got = self.window.append_runs(offset, offset + bytes, max_runs, out);
+            let got = window.append_runs(offset, offset + bytes, max_runs, out);
             appended += got;
             if got == bytes && out.len() < max_runs {
                 std::ops::ControlFlow::Continue(())
@@ -185,13 +213,13 @@ impl GrantTable {
         &self,
         peer: &PeerId,
         session: SessionKey,
-        window: Window,
+        target: Target,
         watch: Option<Arc<dyn Landing>>,
     ) -> Result<GrantKey, TransportError> {
-        let key = GrantKey(u128::from_le_bytes(random()));
+        let key = GrantKey(u128::from_le_bytes(random())).marked(matches!(target, Target::InPlace(_)));
         let life = RwLock::new(Life { alive: true, seals: Seals::default(), watch });
         let progress = Mutex::new(Progress::new(self.bug));
-        let grant = Grant { key, session, window, life, progress, bug: self.bug };
+        let grant = Grant { key, session, target, life, progress, bug: self.bug };
         let mut state = self.write();
         if state.grants.len() >= state.max_grants {
             let (found, limit) = (state.grants.len() as u64 + 1, state.max_grants as u64);

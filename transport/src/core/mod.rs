@@ -1,8 +1,9 @@
 //! What all transports share: regions, windows, grants, posts, events, counters.
 //!
-//! Lock order: a session's outbox, then a post's source; the grant table, then a grant's guard, then its progress. The event
+//! Lock order: a session's outbox, then a post's source; the grant table, then a grant's guard, then its progress or what it collects in place. The event
 //! queue is taken last, under any of them, and takes none.
 
+mod adopting;
 mod counters;
 mod cut;
 mod events;
@@ -18,12 +19,13 @@ mod seals;
 mod superseded;
 mod window;
 
+pub(crate) use adopting::adopt;
 pub(crate) use counters::Counters;
 pub(crate) use cut::FrameCut;
 pub(crate) use events::EventQueue;
 pub(crate) use grants::{GrantTable, SessionKey};
 pub(crate) use inbound::Inbound;
-pub(crate) use outbox::{Busy, Outbox};
+pub(crate) use outbox::{Busy, Outbox, Recall};
 pub(crate) use planted::Bug;
 #[cfg_attr(not(feature = "planted"), expect(unreachable_pub, reason = "exported with the feature `planted` only"))]
 pub use planted::Planted;
@@ -33,14 +35,19 @@ pub(crate) use runs::RunList;
 pub(crate) use seals::{Seals, SealsSeen};
 pub(crate) use superseded::{Superseded, is_other_start};
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvferry_protocol::pages::Pages;
 use kvferry_protocol::{PeerId, RegionId};
 
+use adopting::Adopting;
+use grants::Target;
+
 use crate::api::{GrantKey, Memory, PostId, TransportStats};
 use crate::error::TransportError;
+use crate::share::LetGo;
 use crate::watch::Landing;
 
 /// One endpoint's part that does not depend on how bytes travel.
@@ -79,7 +86,17 @@ impl Core {
         watch: Option<Arc<dyn Landing>>,
     ) -> Result<GrantKey, TransportError> {
         let window = self.regions.window(pages, "a granted page")?;
-        self.grants.add(peer, session, window, watch)
+        self.grants.add(peer, session, Target::Pages(window), watch)
+    }
+
+    /// A grant of which nothing is placed: its bytes stay where they are.
+    pub(crate) fn grant_in_place(
+        &self,
+        peer: &PeerId,
+        session: SessionKey,
+        bytes: u64,
+    ) -> Result<GrantKey, TransportError> {
+        self.grants.add(peer, session, Target::InPlace(Adopting::new(bytes)), None)
     }
 
     pub(crate) fn next_post(&self) -> PostId {
@@ -93,6 +110,16 @@ impl Core {
     pub(crate) fn stats(&self) -> TransportStats {
         self.counters.snapshot(self.grants.live())
     }
+}
+
+/// A session in which writes may be handed over in place, as their receiver.
+pub(crate) trait SessionInPlace: LetGo + 'static {
+    /// What tells the peer that its memory is read here.
+    fn tether(&self) -> Option<Arc<OwnedFd>>;
+    /// A write is about to be given out.
+    fn hold(&self, grant: GrantKey, sequence: u32);
+    /// Who hears that it was let go. It does not keep the session.
+    fn let_go(self: Arc<Self>) -> Arc<dyn LetGo>;
 }
 
 /// Fills an array with bytes that nobody can guess.

@@ -2,24 +2,29 @@
 //!
 //! Each post is *queued* (no frame pulled), *sending*, *sent* (waits for the word), or *cancelling* (waits for the word, and its
 //! source is already let go), until it *ended* and is forgotten. Ends are reported under the outbox's lock, so that when
-//! [`Outbox::close`] returns all of them were.
+//! [`Outbox::close`] returns all of them were, but for what the peer may still read in place: that is *kept*, and its source is held.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
+
+use kvferry_protocol::wire::MAX_PAYLOAD_BYTES;
 
 use super::Core;
 use super::counters::Counters;
 use super::cut::FrameCut;
 use super::planted::Planted;
 use super::post::Post;
-use crate::api::{Event, GrantKey};
+use crate::api::{Event, GrantKey, PostId};
 use crate::error::TransportError;
 use crate::share::Lender;
 
 /// The least payload bytes of a frame that is cut short for its watch. A short post is cut in two, so that one half is looked at while
 /// the other is sent; in a long one more frames only wake more threads.
 const MIN_WATCHED_BYTES: u64 = 256 << 10;
+
+/// Why a write cannot be handed over in place.
+const NOT_LENT: &str = "its memory is not such that the peer has it mapped: allocate it as a memory file, and see the log for what the peer said";
 
 pub(crate) struct Outbox {
     state: Mutex<State>,
@@ -33,6 +38,15 @@ struct State {
     cutting: usize,
     is_missed: bool,
     live: HashMap<(GrantKey, u32), Live>,
+    /// How many of them may be held in place.
+    in_place: usize,
+}
+
+/// Which writes are to be asked back.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Recall {
+    Post(PostId),
+    HeldSince(Instant),
 }
 
 /// Somebody else is inside.
@@ -49,12 +63,16 @@ struct Live {
     since: Instant,
     is_started: bool,
     is_cancelling: bool,
+    /// The receiver has all of it, and reads it where it lies.
+    is_held: bool,
+    /// It was asked to let go.
+    is_recalled: bool,
 }
 
 impl Outbox {
     pub(crate) fn new(max_posts: usize) -> Self {
-        let (queue, cutting, is_missed, live) = Default::default();
-        Self { state: Mutex::new(State { is_open: true, max_posts, queue, cutting, is_missed, live }) }
+        let (queue, cutting, is_missed, live, in_place) = Default::default();
+        Self { state: Mutex::new(State { is_open: true, max_posts, queue, cutting, is_missed, live, in_place }) }
     }
 
     /// Queues a post.
@@ -72,10 +90,25 @@ impl Outbox {
             let reason = format!("write {} of this grant is under way", post.sequence);
             return Err(TransportError::Refused { reason });
         }
+        if post.is_in_place {
+            let (found, limit) = (state.in_place, state.max_posts / 2);
+            if found >= limit {
+                let (found, limit) = (found as u64 + 1, limit as u64);
+                return Err(TransportError::Limit { what: "writes that one peer holds in place", found, limit });
+            }
+        }
+        state.in_place += usize::from(post.is_in_place);
         let post = Arc::new(post);
         state.live.insert(
             key,
-            Live { post: Arc::clone(&post), since: Instant::now(), is_started: false, is_cancelling: false },
+            Live {
+                post: Arc::clone(&post),
+                since: Instant::now(),
+                is_started: false,
+                is_cancelling: false,
+                is_held: false,
+                is_recalled: false,
+            },
         );
         state.queue.push_back(Queued { post, from: 0, frame: 0 });
         Counters::add(&core.counters.posts_live, 1);
@@ -96,15 +129,25 @@ impl Outbox {
                 state.is_missed |= state.cutting > 0;
                 return None;
             };
-            if !front.post.is_watched {
+            if front.post.is_in_place && !lender.is_some_and(|lender| lender.is_settled(&core.regions)) {
+                return None; // whoever takes the peer's answer calls again
+            }
+            if !front.post.is_watched && !front.post.is_in_place {
                 return Self::cut(&mut state, frame_bytes, version, lender);
             }
             let mut queued = state.queue.pop_front()?;
             state.start(&queued.post);
             state.cutting += 1;
             drop(state);
-            let frame_bytes = frame_bytes.min((queued.post.bytes / 2).max(MIN_WATCHED_BYTES));
+            let frame_bytes = match queued.post.is_in_place {
+                true => MAX_PAYLOAD_BYTES as u64,
+                false => frame_bytes.min((queued.post.bytes / 2).max(MIN_WATCHED_BYTES)),
+            };
             let cut = FrameCut::new(&queued.post, queued.from, queued.frame, frame_bytes, version, lender);
+            let cut = cut.and_then(|cut| match cut {
+                Some(cut) if queued.post.is_in_place && !cut.is_lent => Err(NOT_LENT.to_owned()),
+                cut => Ok(cut),
+            });
             let mut state = self.lock();
             state.cutting -= 1;
             match cut {
@@ -164,13 +207,14 @@ impl Outbox {
 
     /// When the post that waits longest was taken.
     pub(crate) fn oldest_post(&self) -> Option<Instant> {
-        self.lock().live.values().map(|live| live.since).min()
+        self.lock().live.values().filter(|live| !live.is_held).map(|live| live.since).min()
     }
 
     /// Ends a post; does nothing if it ended before.
     pub(crate) fn finish(&self, core: &Core, grant: GrantKey, sequence: u32, outcome: Result<(), TransportError>) {
         let mut state = self.lock();
         if let Some(live) = state.live.remove(&(grant, sequence)) {
+            state.in_place -= usize::from(live.post.is_in_place);
             state.queue.retain(|queued| !Arc::ptr_eq(&queued.post, &live.post));
             if core.bug.is(Planted::PostCreditLost) {
                 state.max_posts = state.max_posts.saturating_sub(1);
@@ -185,30 +229,76 @@ impl Outbox {
         state.queue.retain(|queued| queued.post.grant != grant);
         let of_grant = |key: &(GrantKey, u32)| key.0 == grant;
         let idle: Vec<_> = state.live.extract_if(|key, live| of_grant(key) && !live.is_started).collect();
+        state.in_place -= idle.iter().filter(|(_, live)| live.post.is_in_place).count();
         for (_, live) in idle {
             end(core, &live.post, Err(TransportError::Cancelled));
         }
         let mut asked = Vec::new();
         for (key, live) in state.live.iter_mut().filter(|(key, live)| of_grant(key) && !live.is_cancelling) {
             live.is_cancelling = true;
-            live.post.release_source();
+            // What the receiver may read in place stays until it says that it does not.
+            if !live.post.is_in_place {
+                live.post.release_source();
+            }
             asked.push(key.1);
         }
         asked.sort_unstable();
         asked
     }
 
-    /// Ends all posts; none is taken any more.
-    pub(crate) fn close(&self, core: &Core, reason: &TransportError) {
+    /// The receiver has all of a write that it reads in place.
+    pub(crate) fn held(&self, core: &Core, grant: GrantKey, sequence: u32) {
+        let mut state = self.lock();
+        let Some(live) = state.live.get_mut(&(grant, sequence)).filter(|live| live.post.is_in_place) else { return };
+        if live.is_started && !std::mem::replace(&mut live.is_held, true) {
+            live.since = Instant::now();
+            let post = live.post.id;
+            Counters::add(&core.counters.handed_bytes, live.post.bytes);
+            core.events.push(Event::Held { post });
+        }
+    }
+
+    /// Which writes to ask back: those that are held since `before`, or a certain one. Each is asked for once.
+    pub(crate) fn recall(&self, of: Recall) -> Vec<(GrantKey, u32)> {
+        let mut state = self.lock();
+        if state.in_place == 0 {
+            return Vec::new();
+        }
+        let is_meant = |live: &Live| match of {
+            Recall::Post(post) => live.post.id == post,
+            Recall::HeldSince(before) => live.is_held && live.since <= before,
+        };
+        let of_peer = state.live.iter_mut().filter(|(_, live)| live.post.is_in_place && live.is_started);
+        let meant = of_peer.filter(|(_, live)| is_meant(live) && !live.is_recalled);
+        meant
+            .map(|(key, live)| {
+                live.is_recalled = true;
+                *key
+            })
+            .collect()
+    }
+
+    /// Ends all posts but those whose source the receiver may read in place, which are returned; none is taken any more.
+    pub(crate) fn close(&self, core: &Core, reason: &TransportError) -> Vec<Arc<Post>> {
         let mut state = self.lock();
         state.is_open = false;
         state.queue.clear();
+        state.in_place = 0;
         let mut ended: Vec<_> = state.live.drain().map(|(_, live)| live).collect();
         ended.sort_unstable_by_key(|live| live.post.id);
+        let is_kept =
+            |live: &mut Live| live.post.is_in_place && live.is_started && !core.bug.is(Planted::CutForgetsHeld);
+        let kept: Vec<_> = ended.extract_if(.., is_kept).collect();
         for live in ended {
             let outcome = if live.is_cancelling { TransportError::Cancelled } else { reason.clone() };
             end(core, &live.post, Err(outcome));
         }
+        kept.into_iter().map(|live| live.post).collect()
+    }
+
+    /// Ends a post that was kept beyond its session.
+    pub(crate) fn end_kept(core: &Core, post: &Arc<Post>, reason: TransportError) {
+        end(core, post, Err(reason));
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -238,6 +328,9 @@ fn end(core: &Core, post: &Arc<Post>, outcome: Result<(), TransportError>) {
         post.release_source();
     }
     post.note_verdict();
+    if post.is_in_place {
+        Counters::give_back(&core.counters.held_bytes, post.bytes);
+    }
     core.counters.posts_live.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
     if core.bug.is(Planted::PostedTwice) {
         core.events.push(Event::Posted { post: post.id, outcome: outcome.clone() });

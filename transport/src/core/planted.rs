@@ -40,6 +40,8 @@ pub enum Planted {
     FillerAtOnce,
     /// The test pattern of an RDMA path is written with a flipped bit, as a device or a network that spoils bytes would.
     PatternSpoilt,
+    /// A session's end ends what the peer holds in place, and lets go of its source.
+    CutForgetsHeld,
     /// No bug, but what brings out those about waiting: a lane dawdles between the look at a grant and the copy into it.
     LaneSlow,
 }

@@ -31,6 +31,8 @@ pub(crate) struct Post {
     source: RwLock<Option<Parts>>,
     /// Whether its source has a watch.
     pub(crate) is_watched: bool,
+    /// Whether its source is handed over in place: once the receiver may know of it, only the receiver's word or end ends it.
+    pub(crate) is_in_place: bool,
     /// What lets the receiver read the source, once a frame lent it; none if that could not be had.
     loan: OnceLock<Option<OpenLoan>>,
     has_verdict: AtomicBool,
@@ -100,6 +102,7 @@ impl Post {
             extent_starts,
             source: RwLock::new(Some(parts)),
             is_watched: false,
+            is_in_place: false,
             loan: OnceLock::new(),
             has_verdict: AtomicBool::new(false),
             device_reads: Mutex::new(0),

@@ -44,6 +44,11 @@ impl RegionTable {
         Ok(RegionId::new(regions.len() as u32 - 1))
     }
 
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
     /// A region, and the file behind it.
     pub(crate) fn entry(&self, id: RegionId) -> Option<(Region, Option<MemoryFile>)> {
         let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);

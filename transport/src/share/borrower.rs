@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use kvferry_protocol::wire::{BOARD, Loan, Reach, Share};
+use kvferry_protocol::wire::{BOARD, Loan, Reach, Share, TETHER};
 
 use super::board::PROOF_WORDS;
 use super::foreign::{self, Foreign, ForeignRun};
@@ -24,6 +24,7 @@ const MAX_BOARD_BYTES: u64 = 16 << 20;
 pub(crate) struct Borrower {
     by_descriptor: bool,
     by_address: bool,
+    in_place: bool,
     process: Result<Arc<Process>, String>,
     state: RwLock<State>,
 }
@@ -34,6 +35,8 @@ struct State {
     /// The peer's process was read and showed its board.
     is_process_proved: bool,
     regions: HashMap<u32, Arc<Foreign>>,
+    /// Kept open while the session lasts, and by what is held in place beyond that.
+    tether: Option<Arc<OwnedFd>>,
 }
 
 /// Lent runs on their way into granted memory.
@@ -46,15 +49,39 @@ pub(crate) struct Borrowed {
 }
 
 impl Borrower {
-    pub(super) fn new(by_descriptor: bool, by_address: bool, socket: BorrowedFd<'_>) -> Self {
+    pub(super) fn new(by_descriptor: bool, by_address: bool, in_place: bool, socket: BorrowedFd<'_>) -> Self {
         let process = Process::behind(socket).map(Arc::new);
         let process = process.map_err(|error| format!("the peer's process cannot be named from here: {error}"));
-        Self { by_descriptor, by_address, process, state: RwLock::default() }
+        Self { by_descriptor, by_address, in_place, process, state: RwLock::default() }
     }
 
     /// Takes what the peer shares, or says why it is of no use here.
     pub(crate) fn accept(&self, share: &Share, file: Option<OwnedFd>) -> Result<(), String> {
-        if share.region == BOARD { self.accept_board(share, file) } else { self.accept_region(share, file) }
+        match share.region {
+            BOARD => self.accept_board(share, file),
+            TETHER => self.accept_tether(file),
+            _ => self.accept_region(share, file),
+        }
+    }
+
+    fn accept_tether(&self, file: Option<OwnedFd>) -> Result<(), String> {
+        let file = file.filter(|_| self.in_place).ok_or("a tether without a descriptor, or that was not agreed on")?;
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        if state.tether.is_some() {
+            return Err("there is a tether already".to_owned());
+        }
+        state.tether = Some(Arc::new(file));
+        Ok(())
+    }
+
+    /// What tells the peer that its memory is read here, while anybody keeps it.
+    pub(crate) fn tether(&self) -> Option<Arc<OwnedFd>> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner).tether.clone()
+    }
+
+    /// The session is over: only what is held in place keeps the tether.
+    pub(crate) fn let_go(&self) {
+        self.state.write().unwrap_or_else(PoisonError::into_inner).tether = None;
     }
 
     fn accept_board(&self, share: &Share, file: Option<OwnedFd>) -> Result<(), String> {
@@ -138,6 +165,11 @@ impl Borrower {
 }
 
 impl Borrowed {
+    /// The board, the post's word on it and what stands there, and the runs.
+    pub(super) fn into_parts(self) -> (Arc<Mapping>, usize, u64, Vec<ForeignRun>) {
+        (self.board, self.slot, self.token, self.runs)
+    }
+
     /// Copies the next bytes into the front of `to`, at most `most`; returns how many.
     pub(crate) fn copy(&mut self, to: &[RawRun], most: usize) -> io::Result<usize> {
         let copied = foreign::copy(&self.runs[self.next..], to, most)?;

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::process::Process;
-use super::raw::{MAX_PROCESS_RUNS, Mapping, RemoteRun};
+use super::raw::{MAX_PROCESS_RUNS, Mapping, Place, RemoteRun};
 use crate::raw::RawRun;
 
 #[derive(Debug)]
@@ -26,6 +26,14 @@ impl Foreign {
         match self {
             Self::Mapped(mapping) => mapping.bytes() as u64,
             Self::Remote { bytes, .. } => *bytes,
+        }
+    }
+
+    /// Where bytes of it are mapped here, if they are.
+    pub(super) fn place(&self, offset: u64, bytes: usize) -> Option<Place> {
+        match self {
+            Self::Mapped(mapping) => mapping.place(offset, bytes),
+            Self::Remote { .. } => None,
         }
     }
 

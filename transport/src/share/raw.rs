@@ -74,6 +74,15 @@ impl Mapping {
         true
     }
 
+    /// Where bytes `offset..offset + bytes` are. `None` if they are not inside.
+    pub(super) fn place(&self, offset: u64, bytes: usize) -> Option<Place> {
+        let at =
+            usize::try_from(offset).ok().filter(|at| at.checked_add(bytes).is_some_and(|end| end <= self.bytes))?;
+        // SAFETY: `at` is inside the mapping, or one past its end.
+        let start = unsafe { self.start.add(at) };
+        Some(Place(start))
+    }
+
     /// All bytes, for a test that looks at what transports write meanwhile.
     #[cfg(feature = "testing")]
     pub(crate) fn atomics(&self) -> &[std::sync::atomic::AtomicU8] {
@@ -90,6 +99,35 @@ impl Mapping {
             // SAFETY: a mapping begins at a page, so the word is aligned; it lives as long as `self`, and all processes use atomics.
             unsafe { AtomicU64::from_ptr(word.as_ptr()) }
         })
+    }
+}
+
+/// An address in a mapping, which whoever has it keeps mapped.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place(NonNull<u8>);
+
+// SAFETY: an address may be known to any thread; who reads there keeps the mapping (`Adopted`), and makes no reference.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
+impl Place {
+    pub(super) fn address(self) -> NonNull<u8> {
+        self.0
+    }
+
+    /// Whether `next` begins `bytes` behind this.
+    pub(super) fn ends_at(self, bytes: usize, next: Self) -> bool {
+        self.0.as_ptr().wrapping_add(bytes) == next.0.as_ptr()
+    }
+
+    /// Copies as many bytes as `to` has from `skip` bytes behind this on. Those are bytes of a piece that was found by
+    /// [`Mapping::place`], which the caller holds.
+    pub(super) fn copy(self, skip: usize, to: RawRun) {
+        let from = self.0.as_ptr().wrapping_add(skip);
+        // SAFETY: the caller says that the bytes are inside a mapping that it holds, which cannot be cut; `to` is memory of this process,
+        // which no file of a peer is. What the peer writes meanwhile is found out afterwards (the board).
+        unsafe { std::ptr::copy_nonoverlapping(from, to.start(), to.bytes()) };
     }
 }
 

@@ -49,7 +49,8 @@ impl Driver<'_> {
         self.open_ucx(&session, path.kind == PathKind::Ucx);
         shared.core.grants.open_session(session.key);
         let (peer, taken, not) = (session.peer.clone(), path.taken(), path.not_taken());
-        tracing::info!(%peer, session = session.key.0, lanes = streams.len(), tls = is_tls, path = taken, not, "session up");
+        let in_place = session.is_in_place;
+        tracing::info!(%peer, session = session.key.0, lanes = streams.len(), tls = is_tls, path = taken, in_place, not, "session up");
         Counters::add(&shared.core.counters.sessions_up, 1);
         shared.begin(&session);
         shared.core.events.push(Event::Up {

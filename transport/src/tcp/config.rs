@@ -62,6 +62,11 @@ pub struct TcpConfigFile {
     pub max_grants: u32,
     /// The most posts to one peer at once.
     pub max_posts: u32,
+    /// The most bytes of this endpoint's memory that peers of this host may hold in place at once; 0 lets none.
+    pub max_held_bytes: u64,
+    /// How long a peer may hold a write in place before it is asked to let go. It is never made to: what it holds stays as it is until it has
+    /// let go, or its process is gone.
+    pub hold_ms: u64,
     /// The most events that wait to be polled before nothing more is read from peers.
     pub max_events: u32,
     /// The most bytes of messages that wait for one peer.
@@ -98,6 +103,8 @@ impl Default for TcpConfigFile {
             max_unauthenticated_per_address: 64,
             max_grants: 1 << 16,
             max_posts: 4096,
+            max_held_bytes: 64 << 30,
+            hold_ms: 60_000,
             max_events: 1 << 16,
             max_queued_message_bytes: 16 << 20,
             link_gbps: None,
@@ -133,6 +140,8 @@ pub struct TcpConfig {
     pub(crate) max_unauthenticated_per_address: usize,
     pub(crate) max_grants: usize,
     pub(crate) max_posts: usize,
+    pub(crate) max_held_bytes: u64,
+    pub(crate) hold: Duration,
     pub(crate) max_events: usize,
     pub(crate) max_queued_message_bytes: usize,
     pub(crate) link_bytes_per_second: Option<f64>,
@@ -183,6 +192,8 @@ impl TryFrom<TcpConfigFile> for TcpConfig {
         within("max_unauthenticated_per_address", per_address.into(), 1, 4096)?;
         within("max_grants", file.max_grants.into(), 1, 1 << 24)?;
         within("max_posts", file.max_posts.into(), 1, 1 << 20)?;
+        within("max_held_bytes", file.max_held_bytes, 0, 1 << 50)?;
+        within("hold_ms", file.hold_ms, 1, HOUR_MS)?;
         within("max_events", file.max_events.into(), 1, 1 << 24)?;
         within("max_queued_message_bytes", file.max_queued_message_bytes.into(), 1 << 10, 1 << 30)?;
         within("newest_version", file.newest_version.into(), VERSIONS.min.into(), VERSIONS.max.into())?;
@@ -258,6 +269,8 @@ impl TcpConfig {
             max_unauthenticated_per_address: file.max_unauthenticated_per_address as usize,
             max_grants: file.max_grants as usize,
             max_posts: file.max_posts as usize,
+            max_held_bytes: file.max_held_bytes,
+            hold: Duration::from_millis(file.hold_ms),
             max_events: file.max_events as usize,
             max_queued_message_bytes: file.max_queued_message_bytes as usize,
             link_bytes_per_second: file.link_gbps.map(|gbps| gbps * 1e9 / 8.0),

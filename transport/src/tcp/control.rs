@@ -13,8 +13,8 @@ use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
 use super::verbs_words::VerbsWord;
-use crate::api::Event;
-use crate::core::Core;
+use crate::api::{Event, GrantKey};
+use crate::core::{Core, Recall};
 use crate::error::TransportError;
 
 /// How many frames are read before the thread looks at its other peers.
@@ -109,9 +109,15 @@ impl Control {
         now: Instant,
         keepalive: Duration,
         stall: Duration,
+        hold: Duration,
     ) -> Result<(), TransportError> {
         self.again = false;
         self.read(core, now)?;
+        if self.session.is_in_place
+            && let Some(before) = now.checked_sub(hold)
+        {
+            self.session.ask_back(core, &self.session.outbox.recall(Recall::HeldSince(before)));
+        }
         self.check_time(now, keepalive, stall)?;
         self.write()
     }
@@ -195,7 +201,13 @@ impl Control {
             }
             FrameKind::Cancel => {
                 let grant = core.grants.find(header.grant, session.key);
-                let word = if grant.is_some_and(|grant| grant.cancel(header.sequence)) {
+                let is_complete = grant.is_some_and(|grant| grant.cancel(header.sequence));
+                // After the cancel: a lane that was giving it out has done so.
+                if let Some(is_new) = session.recall_held(header.grant, header.sequence) {
+                    self.recalled(core, header, is_new);
+                    return Ok(());
+                }
+                let word = if is_complete {
                     FrameHeader::about(FrameKind::Ack, None, header.grant, header.sequence)
                 } else {
                     let refusal = Some(Refusal::Cancelled);
@@ -203,6 +215,12 @@ impl Control {
                 };
                 self.answer(word);
             }
+            FrameKind::Recall => {
+                if let Some(is_new) = session.recall_held(header.grant, header.sequence) {
+                    self.recalled(core, header, is_new);
+                }
+            }
+            FrameKind::Held => return Err(self.wrong("a Held frame on the control lane".to_owned())),
             FrameKind::Goodbye => {
                 let reason = String::from_utf8_lossy(&body).chars().filter(|c| !c.is_control()).collect();
                 return Err(TransportError::Ended { peer: session.name.clone(), reason });
@@ -229,6 +247,14 @@ impl Control {
             }
         }
         Ok(())
+    }
+
+    /// The answer is given when who holds the write lets go.
+    fn recalled(&self, core: &Core, header: &FrameHeader, is_new: bool) {
+        if is_new {
+            let (peer, grant, sequence) = (self.session.peer.clone(), GrantKey(header.grant), header.sequence);
+            core.events.push(Event::Recalled { peer, grant, sequence });
+        }
     }
 
     fn answer(&mut self, header: FrameHeader) {

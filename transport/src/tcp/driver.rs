@@ -16,6 +16,7 @@ use super::calls::Bell;
 use super::coming::Coming;
 use super::control::Control;
 use super::endpoint::{Command, Shared};
+use super::estate::Estate;
 use super::handshaking::Handshaking;
 use super::path::Choice;
 use super::pending::{Pending, PendingKey};
@@ -56,6 +57,8 @@ pub(crate) struct Driver<'a> {
     pub(super) back_off: BackOff,
     pub(super) superseded: Superseded,
     pub(super) next_data: usize,
+    /// What peers may still read of sessions that are over.
+    pub(super) estates: HashMap<SessionKey, Estate>,
 }
 
 /// A socket that this thread waits for.
@@ -68,6 +71,8 @@ pub(super) enum Key {
     /// By its number.
     Handshake(u64),
     Session(SessionKey),
+    /// Of a session that is over.
+    Estate(SessionKey),
 }
 
 /// What this thread does at a time.
@@ -90,16 +95,18 @@ impl Key {
         match self {
             Self::Tcp => 0,
             Self::Unix => 2,
-            Self::Rail(at) => (at + 1) << 2,
-            Self::Handshake(number) => number << 2 | 1,
-            Self::Session(key) => key.0 << 2 | 3,
+            Self::Rail(at) => (at + 1) << 3,
+            Self::Handshake(number) => number << 3 | 1,
+            Self::Session(key) => key.0 << 3 | 3,
+            Self::Estate(key) => key.0 << 3 | 4,
         }
     }
 
     fn of(key: u64) -> Self {
-        match (key & 3, key >> 2) {
+        match (key & 7, key >> 3) {
             (1, number) => Self::Handshake(number),
             (3, key) => Self::Session(SessionKey(key)),
+            (4, key) => Self::Estate(SessionKey(key)),
             (2, _) => Self::Unix,
             (_, 0) => Self::Tcp,
             (_, at) => Self::Rail(at - 1),
@@ -130,6 +137,7 @@ pub(crate) fn run(shared: &Arc<Shared>, listeners: Listeners, poller: Poller) {
         back_off,
         superseded: Superseded::default(),
         next_data: 0,
+        estates: HashMap::new(),
     };
     driver.accept_again();
     while driver.turn() {}
@@ -163,6 +171,7 @@ impl Driver<'_> {
                 Key::Rail(at) => self.accept_rail(at),
                 Key::Handshake(number) => self.shake(number),
                 Key::Session(key) => self.serve(key),
+                Key::Estate(key) => self.look_at_estate(key),
             }
         }
         true
@@ -330,6 +339,7 @@ impl Driver<'_> {
             address: pending.dialled,
             max_posts: shared.config.max_posts,
             link_bytes_per_second: shared.config.link_bytes_per_second,
+            is_in_place: pending.choice.in_place && sharing.is_some(),
             sharing,
             rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
@@ -384,7 +394,7 @@ impl Driver<'_> {
     pub(super) fn serve(&mut self, key: SessionKey) {
         let (core, config, now) = (&self.shared.core, &self.shared.config, Instant::now());
         let Some(control) = self.live.get_mut(&key) else { return };
-        let mut outcome = control.turn(core, now, config.keepalive, config.stall);
+        let mut outcome = control.turn(core, now, config.keepalive, config.stall, config.hold);
         if std::mem::take(&mut control.has_verdicts) {
             control.session.ring_lanes(); // one may wait for that
         }
@@ -422,7 +432,8 @@ impl Driver<'_> {
         // One that was dialled and never up is told as an attempt that failed; the other side's is nobody's concern.
         let is_told = control.coming.is_none() || session.address.is_some();
         control.close(goodbye);
-        session.finish(&self.shared.core, &reason);
+        let estate = session.finish(&self.shared.core, &reason);
+        self.keep_estate(key, estate);
         session.ring_lanes();
         if let Some(address) = session.address.filter(|address| self.is_up(*address, key)) {
             self.retry(address);
@@ -456,6 +467,7 @@ impl Driver<'_> {
             let reason = "shutdown".to_owned();
             self.end_session(key, TransportError::Disconnected { reason }, Some("shutdown"));
         }
+        self.give_up_estates();
     }
 }
 
@@ -463,7 +475,7 @@ impl Driver<'_> {
 fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) -> Option<Sharing> {
     let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
     let lane = lanes.first().filter(|_| are_unix && (by_descriptor || by_address))?;
-    match Sharing::new(by_descriptor, by_address, lane.as_fd(), max_posts) {
+    match Sharing::new(by_descriptor, by_address, choice.in_place, lane.as_fd(), max_posts) {
         Ok(sharing) => Some(sharing),
         Err(error) => {
             tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");

@@ -25,9 +25,10 @@ use super::verbs::Verbs;
 use crate::api::{
     Capabilities, Event, GrantKey, Memory, PathKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
-use crate::core::{Bug, Core, Post, SessionKey};
+use crate::core::{Bug, Core, Counters, Post, Recall, SessionKey};
 use crate::credentials::Credentials;
 use crate::error::TransportError;
+use crate::share::Lender;
 use crate::watch::{Landing, Leaving};
 
 /// The most extents of one post.
@@ -265,6 +266,43 @@ impl Shared {
         Ok(grant)
     }
 
+    fn grant_in_place(&self, peer: &PeerId, bytes: u64) -> Result<GrantKey, TransportError> {
+        let session = self.session(peer)?;
+        if !session.is_in_place {
+            let reason = format!(
+                "no memory of {peer} is read in place: the session does not share memory files, or the peer cannot do it"
+            );
+            return Err(TransportError::Refused { reason });
+        }
+        self.core.grant_in_place(peer, session.key, bytes)
+    }
+
+    fn recall(&self, peer: &PeerId, post: PostId) {
+        let Ok(session) = self.session(peer) else { return };
+        session.ask_back(&self.core, &session.outbox.recall(Recall::Post(post)));
+        self.waker.wake();
+    }
+
+    /// Queues a post; what may be held in place counts against the limit until its end.
+    fn add(&self, session: &Session, post: Post) -> Result<(), TransportError> {
+        let held = &self.core.counters.held_bytes;
+        let (bytes, limit) = (post.bytes, self.config.max_held_bytes);
+        if !post.is_in_place {
+            return session.outbox.add(&self.core, &session.name, post);
+        }
+        Counters::reserve(held, bytes, limit).map_err(|found| TransportError::Limit {
+            what: "bytes that peers hold in place",
+            found,
+            limit,
+        })?;
+        if let Some(Err(source)) = session.lender().map(Lender::want_tether) {
+            Counters::give_back(held, bytes);
+            let (peer, operation) = (session.name.clone(), "make a pipe for what it holds in place");
+            return Err(TransportError::Io { peer, operation, source: Arc::new(source) });
+        }
+        session.outbox.add(&self.core, &session.name, post).inspect_err(|_| Counters::give_back(held, bytes))
+    }
+
     fn try_post(
         &self,
         peer: &PeerId,
@@ -282,8 +320,9 @@ impl Shared {
         }
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
-        let post = post.watched(watch);
-        session.outbox.add(&self.core, &session.name, post)?;
+        let mut post = post.watched(watch);
+        post.is_in_place = session.is_in_place && write.grant.is_in_place();
+        self.add(&session, post)?;
         match session.ucx.get().filter(|lane| lane.carries()) {
             Some(lane) => {
                 if let Err(reason) = lane.pump(&self.core) {
@@ -380,6 +419,14 @@ impl Transport for Tcp {
 
     fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
         self.shared.grant(peer, pages, Some(watch))
+    }
+
+    fn grant_in_place(&self, peer: &PeerId, bytes: u64) -> Result<GrantKey, TransportError> {
+        self.shared.grant_in_place(peer, bytes)
+    }
+
+    fn recall(&self, peer: &PeerId, post: PostId) {
+        self.shared.recall(peer, post);
     }
 
     fn revoke(&self, grant: GrantKey) {

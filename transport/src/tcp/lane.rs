@@ -19,6 +19,7 @@ use super::data::Wants;
 use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
+use crate::api::GrantKey;
 use crate::core::{Core, Counters, FrameCut, Inbound, Planted};
 use crate::error::TransportError;
 use crate::ffi;
@@ -256,7 +257,7 @@ impl Lane {
                 refund(&self.session, allowed - sent);
                 Counters::add(&core.counters.sent_bytes, frame.count_payload(sent));
                 if frame.sent == frame.total {
-                    if frame.cut.is_lent {
+                    if frame.cut.is_lent && !frame.cut.post.is_in_place {
                         Counters::add(&core.counters.sent_bytes, frame.cut.payload_bytes);
                         Counters::add(&core.counters.lent_bytes, frame.cut.payload_bytes);
                     }
@@ -353,6 +354,9 @@ impl Lane {
             FrameKind::Ack | FrameKind::Refuse => {
                 self.session.verdict(core, header.grant, header.sequence, header.refusal);
             }
+            FrameKind::Held if self.session.is_in_place => {
+                self.session.outbox.held(core, GrantKey(header.grant), header.sequence);
+            }
             other => return Err(self.wrong(format!("a {other:?} frame on a data lane"))),
         }
         self.incoming = NO_HEADER;
@@ -394,6 +398,9 @@ impl Lane {
             }
         };
         let follows = if loan.is_some() { 0 } else { u64::from(header.payload_bytes) };
+        if self.session.is_in_place && GrantKey(header.grant).is_in_place() {
+            return self.adopt(core, header, table, borrowed, follows);
+        }
         let scratch = std::mem::take(&mut self.scratch);
         let admitted = Inbound::admit(core, self.session.key, header, table, scratch).map_err(|e| self.torn(&e))?;
         match (admitted, borrowed) {
@@ -471,7 +478,8 @@ impl FrameOut {
         runs.append(&mut cut.runs);
         let payload_bytes = if cut.is_lent { 0 } else { cut.payload_bytes };
         let total = cut.head.len() as u64 + payload_bytes;
-        let owed = cut.payload_bytes - payload_bytes;
+        // What stays in place crosses nothing.
+        let owed = if cut.post.is_in_place { 0 } else { cut.payload_bytes - payload_bytes };
         Self { cut, runs, next: 0, sent: 0, total, owed }
     }
 

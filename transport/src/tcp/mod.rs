@@ -17,6 +17,7 @@ mod data;
 mod dial;
 mod driver;
 mod endpoint;
+mod estate;
 mod handshaking;
 mod lane;
 mod path;

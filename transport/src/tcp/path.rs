@@ -34,6 +34,8 @@ pub(crate) struct Choice {
     pub(crate) by_descriptor: bool,
     /// On Unix lanes, memory without one is read in the sender's process.
     pub(crate) by_address: bool,
+    /// Memory with a descriptor may be read where it lies.
+    pub(crate) in_place: bool,
     /// On TCP lanes, RDMA devices carry what they can reach.
     pub(crate) by_device: bool,
     /// On TCP lanes without that, a link over UCX carries the payload.
@@ -87,6 +89,7 @@ impl Local {
         if let (Ok(boot), Some(name)) = (&self.boot, &self.rendezvous) {
             if self.allows(PathKind::SharedMemory) {
                 offer(OfferKind::SHARED_MEMORY, Vec::new());
+                offer(OfferKind::IN_PLACE, Vec::new());
             }
             if self.allows(PathKind::ProcessMemory) {
                 offer(OfferKind::PROCESS_MEMORY, Vec::new());
@@ -163,7 +166,8 @@ impl Local {
             _ => self.tcp_route(version, find(OfferKind::TCP), &mut not),
         };
         let (by_descriptor, by_address) = (by_descriptor.is_ok(), by_address.is_ok());
-        Choice { route, by_descriptor, by_address, by_device, by_ucx, not }
+        let in_place = by_descriptor && find(OfferKind::IN_PLACE).is_some();
+        Choice { route, by_descriptor, by_address, in_place, by_device, by_ucx, not }
     }
 
     /// What to take when the chosen way failed with `problem`.

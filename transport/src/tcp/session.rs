@@ -2,27 +2,28 @@
 //!
 //! Lock order: the control queue and the sockets are leaves; the outbox is the core's. Ended by the control thread alone.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::net::{Shutdown, SocketAddr};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
-use kvferry_protocol::wire::{FrameHeader, Refusal};
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Refusal};
 
 use super::calls::Bell;
+use super::estate::Estate;
 use super::rate::TokenBucket;
 use super::stream::Socket;
 use super::ucx::UcxLane;
 use super::verbs::Verbs;
 use crate::api::GrantKey;
-use crate::core::{Core, FrameCut, Outbox, SessionKey};
+use crate::core::{Core, Counters, FrameCut, Outbox, SessionInPlace, SessionKey};
 use crate::error::TransportError;
 use crate::ffi;
 use crate::raw::RawRun;
-use crate::share::{Lender, Sharing};
+use crate::share::{Lender, LetGo, Sharing};
 
 /// How many refused writes are remembered, so that each is counted and answered once.
 const MAX_REFUSED: usize = 256;
@@ -37,6 +38,10 @@ pub(crate) struct Session {
     pub(crate) address: Option<SocketAddr>,
     /// Memory that the two read in each other, if they do.
     pub(crate) sharing: Option<Sharing>,
+    /// Whether they may read it where it lies.
+    pub(crate) is_in_place: bool,
+    /// Writes of the peer that this side holds in place, and whether they were asked back.
+    held: Mutex<HashMap<(u128, u32), bool>>,
     /// The thread that carries payload by RDMA devices, on sessions that may take that path.
     pub(crate) rdma: Option<Arc<Verbs>>,
     /// It was proved, and is taken.
@@ -81,6 +86,7 @@ pub(crate) struct SessionSetup {
     pub(crate) max_posts: usize,
     pub(crate) link_bytes_per_second: Option<f64>,
     pub(crate) sharing: Option<Sharing>,
+    pub(crate) is_in_place: bool,
     pub(crate) rdma: Option<Arc<Verbs>>,
     pub(crate) sockets: Vec<Arc<Socket>>,
     /// The control lane's, if frames may be written to it as they are.
@@ -97,6 +103,8 @@ impl Session {
             version: setup.version,
             address: setup.address,
             sharing: setup.sharing,
+            is_in_place: setup.is_in_place,
+            held: Mutex::default(),
             rdma: setup.rdma,
             is_by_device: AtomicBool::new(false),
             for_lanes: Mutex::default(),
@@ -301,8 +309,25 @@ impl Session {
         now.saturating_duration_since(moved)
     }
 
-    /// Ends the session: nothing of it is read from or written to memory after this, its grants are gone and its posts ended.
-    pub(crate) fn finish(&self, core: &Core, reason: &TransportError) {
+    /// Whether the peer's write is held here in place; if it was not asked back before, it is now.
+    pub(crate) fn recall_held(&self, grant: u128, sequence: u32) -> Option<bool> {
+        let mut held = lock(&self.held);
+        held.get_mut(&(grant, sequence)).map(|was_asked| !std::mem::replace(was_asked, true))
+    }
+
+    /// Asks the peer for writes that it holds in place.
+    pub(crate) fn ask_back(&self, core: &Core, writes: &[(GrantKey, u32)]) {
+        for (grant, sequence) in writes {
+            Counters::add(&core.counters.recalled_writes, 1);
+            let header = FrameHeader::about(FrameKind::Recall, None, grant.0, *sequence);
+            // There are no more of these than posts; a session that is over has nobody to ask.
+            let _ = self.queue_control(header, &[], usize::MAX);
+        }
+    }
+
+    /// Ends the session: nothing of it is read from or written to memory after this, its grants are gone and its posts ended, but for those
+    /// whose source the peer may read in place, which are returned.
+    pub(crate) fn finish(&self, core: &Core, reason: &TransportError) -> Option<Estate> {
         {
             let mut control = lock(&self.control);
             self.is_over.store(true, Ordering::SeqCst);
@@ -320,7 +345,50 @@ impl Session {
             lane.close();
         }
         core.grants.close_session(self.key);
-        self.outbox.close(core, reason);
+        let posts = self.outbox.close(core, reason);
+        let sharing = self.sharing.as_ref()?;
+        sharing.borrower.let_go();
+        // A peer that was lent something in place has its end.
+        let tether = sharing.lender.take_tether()?;
+        (!posts.is_empty()).then(|| Estate { peer: self.name.clone(), tether, posts })
+    }
+}
+
+impl SessionInPlace for Session {
+    fn tether(&self) -> Option<Arc<OwnedFd>> {
+        self.sharing.as_ref()?.borrower.tether()
+    }
+
+    fn hold(&self, grant: GrantKey, sequence: u32) {
+        lock(&self.held).insert((grant.0, sequence), false);
+    }
+
+    fn let_go(self: Arc<Self>) -> Arc<dyn LetGo> {
+        Arc::new(Holder(Arc::downgrade(&self)))
+    }
+}
+
+impl LetGo for Session {
+    fn let_go(&self, grant: u128, sequence: u32) {
+        if lock(&self.held).remove(&(grant, sequence)).is_none() {
+            return;
+        }
+        let header = FrameHeader::about(FrameKind::Ack, None, grant, sequence);
+        // When the session is over the tether tells it.
+        if self.send_control(header, &[], usize::MAX).unwrap_or(false) {
+            self.control_bell.ring();
+        }
+    }
+}
+
+/// Does not keep the session, nor what it has mapped.
+struct Holder(Weak<Session>);
+
+impl LetGo for Holder {
+    fn let_go(&self, grant: u128, sequence: u32) {
+        if let Some(session) = self.0.upgrade() {
+            LetGo::let_go(&*session, grant, sequence);
+        }
     }
 }
 

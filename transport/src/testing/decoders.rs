@@ -14,9 +14,9 @@ use kvferry_protocol::wire::{
 
 use super::arena::Arena;
 use super::node::peer;
-use crate::core::{Bug, Core, Inbound};
+use crate::core::{Bug, Core, Inbound, RunList};
 use crate::raw::{self, RawRun};
-use crate::share::Sharing;
+use crate::share::{Adoption, Sharing};
 
 /// A decoder and its name, which is that of its fuzz target and of its corpus.
 pub type Decoder = (&'static str, fn(&[u8]));
@@ -167,17 +167,26 @@ pub fn lending(bytes: &[u8]) {
         assert_eq!(share.encode(), table);
     }
     let Ok((loan, rest)) = Loan::take(&table, header.payload_bytes) else { return };
-    let _ = decode_table(&header, rest);
+    let table = decode_table(&header, rest);
     let arena = Arena::new(REGION_BYTES, 0);
     let core = Core::new(4, 64, Bug::default());
     core.register(arena.memory()).expect("a region");
     let (near, _far) = UnixStream::pair().expect("a pair of sockets");
-    let sharing = Sharing::new(true, false, near.as_fd(), 4).expect("a board");
+    let sharing = Sharing::new(true, false, false, near.as_fd(), 4).expect("a board");
     while let Some((share, file)) = sharing.lender.next_share(&core.regions) {
         let file = file.map(|file| file.try_clone().expect("a descriptor"));
         sharing.borrower.accept(&share, file).expect("it is our own");
     }
-    let Some(mut borrowed) = sharing.borrower.borrow(&loan) else { return };
+    let borrow = || sharing.borrower.borrow(&loan);
+    let Some(mut borrowed) = borrow() else { return };
+    if let Some((again, (extents, _))) = borrow().zip(table.ok())
+        && check_extents(&extents, REGION_BYTES as u64, header.payload_bytes.into()).is_ok()
+        && let Some(extents) = RunList::of_extents(&extents)
+        && let Some(adoption) = Adoption::new(again, &extents)
+    {
+        assert!(!adoption.is_live(), "no post was lent");
+        adoption.assert_inside(REGION_BYTES, header.payload_bytes as usize);
+    }
     let mut sink = vec![0xff; REGION_BYTES];
     let mut copied = 0;
     while copied < header.payload_bytes as usize {

@@ -10,10 +10,12 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::{
-    FrameHeader, FrameKind, Introduction, Loan, Offer, OfferKind, PeerIdentity, Share, VERSIONS, Verdict, encode_loan,
+    BOARD, FrameHeader, FrameKind, Introduction, LentRun, Loan, Offer, OfferKind, PeerIdentity, Reach, Share, VERSIONS,
+    Verdict, encode_loan,
 };
 use kvferry_transport::testing::{Node, PATIENCE, peer};
 use kvferry_transport::{GrantKey, PeerAddress};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::{VERSION, dialler, identity, shake, stream_to};
@@ -35,6 +37,7 @@ impl ByHand {
         let offers = vec![
             Offer { kind: OfferKind::SHARED_MEMORY, parameters: Vec::new() },
             Offer { kind: OfferKind::PROCESS_MEMORY, parameters: Vec::new() },
+            Offer { kind: OfferKind::IN_PLACE, parameters: Vec::new() },
             Offer { kind: OfferKind::UNIX, parameters: [&boot[..], b"kvferry-nobody"].concat() },
         ];
         let introduction = Introduction::Peer(PeerIdentity { offers, ..identity(name) });
@@ -87,18 +90,70 @@ impl ByHand {
         self.data.write_all(&[&header.encode(VERSION)[..], &table].concat()).unwrap();
     }
 
+    /// Says a word of a write on the data lane.
+    pub(crate) fn say(&mut self, kind: FrameKind, grant: u128, sequence: u32) {
+        self.data.write_all(&FrameHeader::about(kind, None, grant, sequence).encode(VERSION)).unwrap();
+    }
+
+    /// Answers all shares until something is lent, and gives that frame.
+    pub(crate) fn take_shares(&mut self) -> FrameHeader {
+        loop {
+            let (header, _) = self.any();
+            match header.kind {
+                FrameKind::Share => {
+                    let mapped = FrameHeader { sequence: header.sequence, ..FrameHeader::empty(FrameKind::Mapped) };
+                    self.data.write_all(&mapped.encode(VERSION)).unwrap();
+                }
+                FrameKind::Lend => return header,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn any(&mut self) -> (FrameHeader, Vec<u8>) {
+        let mut bytes = [0; FrameHeader::BYTES];
+        self.data.read_exact(&mut bytes).unwrap();
+        let header = FrameHeader::decode(&bytes, VERSION).unwrap();
+        let mut body = vec![0; header.table_bytes as usize];
+        self.data.read_exact(&mut body).unwrap();
+        (header, body)
+    }
+
     /// The next frame of a kind on the data lane; what the node shares itself is passed over.
     pub(crate) fn word(&mut self, kind: FrameKind) -> (FrameHeader, Vec<u8>) {
         loop {
-            let mut bytes = [0; FrameHeader::BYTES];
-            self.data.read_exact(&mut bytes).unwrap();
-            let header = FrameHeader::decode(&bytes, VERSION).unwrap();
-            let mut body = vec![0; header.table_bytes as usize];
-            self.data.read_exact(&mut body).unwrap();
+            let (header, body) = self.any();
             if header.kind == kind {
                 return (header, body);
             }
             assert_eq!(header.kind, FrameKind::Share);
         }
     }
+}
+
+pub(crate) fn file(bytes: &[u8], seals: SealFlags) -> OwnedFd {
+    let file = memfd_create("by-hand", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, bytes.len() as u64).unwrap();
+    assert_eq!(rustix::io::write(&file, bytes).unwrap(), bytes.len());
+    fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+/// A board of 4096 bytes with this proof, whose slot 0 holds token 77.
+pub(crate) fn board() -> (Share, OwnedFd) {
+    let proof = 0x1234_5678_u128;
+    let mut bytes = vec![0; 4096];
+    bytes[..16].copy_from_slice(&proof.to_le_bytes());
+    bytes[16..24].copy_from_slice(&77u64.to_ne_bytes());
+    let share = Share { region: BOARD, bytes: 4096, reach: Reach::Descriptor { offset: 0 }, proof };
+    (share, file(&bytes, SealFlags::SHRINK))
+}
+
+pub(crate) fn region(bytes: u64) -> Share {
+    Share { region: 0, bytes, reach: Reach::Descriptor { offset: 0 }, proof: 0 }
+}
+
+pub(crate) fn loan(slot: u32, token: u64, runs: &[(u32, u64, u32)]) -> Loan {
+    let runs = runs.iter().map(|&(region, offset, bytes)| LentRun { region, offset, bytes }).collect();
+    Loan { slot, token, runs }
 }

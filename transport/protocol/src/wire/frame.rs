@@ -50,6 +50,11 @@ pub enum FrameKind {
     Path,
     /// How the peer is reached over UCX; the table is its card and slots. On the control lane, since version 3.
     Card,
+    /// A write that was handed over in place is complete: the receiver reads it where it lies until its ack. Between endpoints that both
+    /// offer [`OfferKind::IN_PLACE`](crate::wire::OfferKind::IN_PLACE), as the next one.
+    Held,
+    /// The sender wants the memory of a write back that the receiver holds in place. On the control lane.
+    Recall,
 }
 
 /// The longest table of a [`FrameKind::Card`], in bytes.
@@ -75,10 +80,12 @@ pub enum Refusal {
     Cancelled,
     /// The receiver uses bytes of the extent already.
     Sealed,
+    /// The grant takes what is lent of memory that the receiver has mapped, and this is not.
+    NotInPlace,
 }
 
 impl Refusal {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::UnknownGrant,
         Self::OutOfWindow,
         Self::BadExtent,
@@ -87,6 +94,7 @@ impl Refusal {
         Self::TooMany,
         Self::Cancelled,
         Self::Sealed,
+        Self::NotInPlace,
     ];
 
     /// The refusal in words.
@@ -101,6 +109,7 @@ impl Refusal {
             Self::TooMany => "too many writes of one grant are under way",
             Self::Cancelled => "the sender cancelled it",
             Self::Sealed => "the receiver uses these bytes already",
+            Self::NotInPlace => "the grant takes lent runs of mapped memory only, in long runs",
         }
     }
 
@@ -311,6 +320,8 @@ fn kind_code(kind: FrameKind) -> u8 {
         FrameKind::Lend => 11,
         FrameKind::Path => 13,
         FrameKind::Card => 12,
+        FrameKind::Held => 14,
+        FrameKind::Recall => 15,
     }
 }
 
@@ -329,6 +340,8 @@ fn decode_kind(code: u8, version: u16) -> Result<FrameKind, WireError> {
         11 if version >= LENDING_SINCE => FrameKind::Lend,
         12 if version >= LENDING_SINCE => FrameKind::Card,
         13 if version >= LENDING_SINCE => FrameKind::Path,
+        14 if version >= LENDING_SINCE => FrameKind::Held,
+        15 if version >= LENDING_SINCE => FrameKind::Recall,
         found => return Err(WireError::Value { what: "the kind of a frame", found: found.into() }),
     })
 }
@@ -371,6 +384,22 @@ mod tests {
         assert_eq!(bytes[52..60], *b"\xef\xbe\xad\xde\0\0\0\0");
         assert_eq!(bytes[60..], crc32fast::hash(&bytes[..60]).to_le_bytes());
         assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926, "CRC-32 is the one of IEEE 802.3");
+    }
+
+    #[test]
+    fn golden_bytes_of_words_in_place() {
+        let refuse = FrameHeader::about(FrameKind::Refuse, Some(Refusal::NotInPlace), 5, 6);
+        let held = FrameHeader::about(FrameKind::Held, None, 5, 6);
+        let recall = FrameHeader::about(FrameKind::Recall, None, 5, 6);
+        for (header, codes) in [(refuse, [3, 9]), (held, [14, 0]), (recall, [15, 0])] {
+            let bytes = header.encode(3);
+            assert_eq!(bytes[..8], [b'K', b'V', b'F', b'Y', 3, 0, codes[0], codes[1]]);
+            assert_eq!(bytes[8..28], [5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0]);
+            assert_eq!(FrameHeader::decode(&bytes, 3), Ok(header));
+        }
+        assert!(FrameHeader::decode(&held.encode(2), 2).is_err(), "version 2 has no such word");
+        let long = FrameHeader { table_bytes: 1, ..held };
+        assert!(FrameHeader::decode(&long.encode(3), 3).is_err());
     }
 
     #[test]

@@ -11,6 +11,10 @@ use crate::wire::identity::Reader;
 /// The number of the board among the shared regions.
 pub const BOARD: u32 = u32::MAX;
 
+/// The number of the tether among the shared regions: a pipe's end for the receiver to keep open while it reads what it holds in place. It
+/// has one byte as far as the share says, and nothing is ever written to it. Between endpoints that both offer to hold in place.
+pub const TETHER: u32 = u32::MAX - 1;
+
 /// The longest answer to a share, in bytes.
 pub const MAX_MAPPED_BYTES: usize = 256;
 

@@ -38,7 +38,7 @@ pub use frame::{
 pub use handshake::{Dialler, Established, Introduction, Listener, Step};
 pub use hello::{Challenge, Hello, LaneKind, VERSIONS, VersionRange};
 pub use identity::{Declined, Identity, LaneIdentity, MAX_GREETING_BYTES, MAX_LANES, PeerIdentity, Verdict};
-pub use lend::{BOARD, LentRun, Loan, MAX_LENT_RUNS, MAX_MAPPED_BYTES, Reach, Share, encode_loan};
+pub use lend::{BOARD, LentRun, Loan, MAX_LENT_RUNS, MAX_MAPPED_BYTES, Reach, Share, TETHER, encode_loan};
 pub use offer::{MAX_OFFER_BYTES, MAX_OFFERS, MAX_RAILS, Offer, OfferKind, put_rails, take_rails};
 pub use slice::slice_extents;
 pub use table::{MAX_NOTIFICATION_BYTES, check_extents, decode_table, encode_table, extent_table_bytes};

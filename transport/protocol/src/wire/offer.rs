@@ -28,6 +28,8 @@ impl OfferKind {
     pub const UCX: Self = Self(4);
     /// Reliable queue pairs of RDMA devices, joined by words on the control lane.
     pub const RDMA: Self = Self(5);
+    /// On Unix lanes with shared memory: writes that the receiver reads where they lie, under grants whose key is odd.
+    pub const IN_PLACE: Self = Self(6);
 }
 
 /// One of them, with what the peer needs to use it.

@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_MAPPED_BYTES, Reach, Refusal, Share};
 
-use super::{Incoming, Lane, Outgoing, Turn};
-use crate::core::Core;
+use super::{Incoming, Lane, NO_HEADER, Outgoing, Turn};
+use crate::core::{Core, adopt};
 use crate::error::TransportError;
+use crate::share::Borrowed;
 
 /// How much is copied out of the peer's memory at a time; a revoke waits for no more.
 const COPY_BYTES: usize = 256 << 10;
@@ -37,6 +38,30 @@ impl Lane {
             }
         }
         Ok(Turn::Moved)
+    }
+
+    /// Takes a frame whose bytes stay where they are.
+    pub(super) fn adopt(
+        &mut self,
+        core: &Core,
+        header: &FrameHeader,
+        table: &[u8],
+        borrowed: Option<Borrowed>,
+        follows: u64,
+    ) -> Result<(), TransportError> {
+        let session = &self.session;
+        let adopted = adopt(core, session.key, &session.peer, (header, table), borrowed, session);
+        match adopted.map_err(|e| self.torn(&e))? {
+            Ok(is_whole) => {
+                self.session.note_moved(Instant::now());
+                if is_whole {
+                    self.say(FrameKind::Held, None, header);
+                }
+                self.incoming = NO_HEADER;
+            }
+            Err(refusal) => self.refuse(core, header, refusal, follows),
+        }
+        Ok(())
     }
 
     /// What is to be told to the peer of the memory that it may read.
@@ -74,18 +99,21 @@ impl Lane {
     /// The peer's answer to a share.
     pub(super) fn mapped(&self, core: &Core, header: &FrameHeader, problem: Option<&[u8]>) {
         let (peer, region) = (&self.session.name, header.sequence);
-        match (problem, &self.session.sharing) {
-            (None, Some(sharing)) => sharing.lender.mapped(region, &core.regions),
-            (Some(problem), _) => {
-                let problem: String = String::from_utf8_lossy(problem).chars().filter(|c| !c.is_control()).collect();
-                tracing::warn!(
-                    peer,
-                    region,
-                    problem,
-                    "the peer cannot read shared memory; its bytes go over the lanes"
-                );
-            }
-            (None, None) => {}
+        self.take_answer(core, header, problem.is_none());
+        if let Some(problem) = problem {
+            let problem: String = String::from_utf8_lossy(problem).chars().filter(|c| !c.is_control()).collect();
+            tracing::warn!(peer, region, problem, "the peer cannot read shared memory; its bytes go over the lanes");
+        }
+    }
+
+    fn take_answer(&self, core: &Core, header: &FrameHeader, is_mapped: bool) {
+        let Some(sharing) = &self.session.sharing else { return };
+        if is_mapped {
+            sharing.lender.mapped(header.sequence, &core.regions);
+        }
+        sharing.lender.answered();
+        if self.session.is_in_place && sharing.lender.is_settled(&core.regions) {
+            self.session.ring_lanes(); // what is handed over in place may wait for that
         }
     }
 }
