@@ -96,6 +96,17 @@ fn a_note_comes_after_all_bytes_of_its_post() {
 
 #[test]
 #[ignore = "needs libucp"]
+fn a_node_shuts_down_under_a_live_link() {
+    let (mut side, mut other) = (Side::new(), Other::start());
+    other.join(&mut side);
+    // The peer lives, and nothing is under way: nothing but the shutdown moves the node's thread.
+    side.node.shutdown();
+    side.wait_down();
+    other.ask(CLOSE, &[]);
+}
+
+#[test]
+#[ignore = "needs libucp"]
 fn only_transports_that_the_receiver_can_shut_carry_a_link_on_one_host() {
     let (mut side, mut other) = (Side::new(), Other::start());
     let facts = side.node.facts().clone();
