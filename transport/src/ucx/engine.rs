@@ -230,12 +230,15 @@ impl Engine<'_> {
     }
 
     /// Arms the hot links; those that have something to do stay hot.
+    ///
+    /// UCX is asked once more after it armed: what completed just before is told by the event descriptor on cards that compare what was
+    /// read of a completion queue with what is in it (mlx5), but by verbs' own rules need not be, and soft-RoCE does not tell it.
     fn arm(&mut self, schedule: &mut Schedule) {
         let links = &mut self.links;
         schedule.hot.retain(|id| {
             let Some(link) = links.get_mut(id) else { return false };
             match link.worker().arm() {
-                Ok(is_armed) => !is_armed,
+                Ok(is_armed) => !is_armed || link.worker().progress(),
                 Err(error) => {
                     link.close(error, None, Instant::now());
                     true
