@@ -258,6 +258,9 @@ pub struct MemoryFile {
 pub enum MemoryKind {
     /// Ordinary host memory.
     Host,
+    /// Memory of another device, as a GPU's, by an address that this process's processors cannot use. No transport takes it yet: each
+    /// refuses it with its reason, and an engine stages such memory in host memory.
+    Device,
 }
 
 /// What a transport can do.
@@ -401,6 +404,8 @@ pub struct TransportStats {
     pub sent_bytes: u64,
     /// Of these, bytes that stayed where they are for the receiver to copy.
     pub lent_bytes: u64,
+    /// Payload bytes that went over UCX, either way: a session that took it may have fallen back to lanes.
+    pub ucx_bytes: u64,
     /// Payload bytes placed into granted memory.
     pub landed_bytes: u64,
     /// Payload bytes that came under a dead grant and were thrown away.

@@ -100,6 +100,11 @@ impl Station {
         self.transport.stats().lent_bytes
     }
 
+    /// How many bytes went over UCX, either way.
+    pub(crate) fn ucx_bytes(&self) -> u64 {
+        self.transport.stats().ucx_bytes
+    }
+
     /// Whether a peer is there.
     pub(crate) fn is_met(&self) -> bool {
         self.other.is_some()

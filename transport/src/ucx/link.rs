@@ -588,7 +588,10 @@ impl Link {
     /// waits for the greeting, as long as connecting may take, and if that never leaves the worker is left to the process. The peer has
     /// heard nothing through it and knows of no window that it could write.
     fn is_greeting_stuck(&self) -> bool {
-        !self.was_ready && self.endpoint.is_some() && self.counts.under_way() > 0 && self.worker.aborts_if_closed_early()
+        !self.was_ready
+            && self.endpoint.is_some()
+            && self.counts.under_way() > 0
+            && self.worker.aborts_if_closed_early()
     }
 
     fn close_drained(&mut self, now: Instant) {
