@@ -239,20 +239,22 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// The path of the endpoint that carries it; nothing if this build has none.
-    pub(crate) const fn path(self) -> Option<PathKind> {
+    /// The path of the endpoint that carries it.
+    pub(crate) const fn path(self) -> PathKind {
         match self {
-            Self::Tcp => Some(PathKind::Tcp),
-            Self::Uds => Some(PathKind::UnixSocket),
-            Self::Shm => Some(PathKind::SharedMemory),
-            Self::Cma => Some(PathKind::ProcessMemory),
-            Self::Ucx | Self::Rdma => None,
+            Self::Tcp => PathKind::Tcp,
+            Self::Uds => PathKind::UnixSocket,
+            Self::Shm => PathKind::SharedMemory,
+            Self::Cma => PathKind::ProcessMemory,
+            Self::Ucx => PathKind::Ucx,
+            Self::Rdma => PathKind::Rdma,
         }
     }
 
     /// What a path is called here; nothing for one that joins no processes, or that this command does not know.
     pub(crate) fn of(path: PathKind) -> Option<Self> {
-        [Self::Tcp, Self::Uds, Self::Shm, Self::Cma].into_iter().find(|kind| kind.path() == Some(path))
+        let all = [Self::Tcp, Self::Uds, Self::Shm, Self::Cma, Self::Ucx, Self::Rdma];
+        all.into_iter().find(|kind| kind.path() == path)
     }
 
     pub(crate) const fn name(self) -> &'static str {

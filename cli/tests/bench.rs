@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Every transport that this build has; the others must say that they are missing.
+/// Every transport that each host has; the others need a library or a device, and must say so where that is missing.
 const TRANSPORTS: &[&str] = &["tcp", "uds", "shm"];
 const MISSING: &[&str] = &["ucx", "rdma"];
 
@@ -98,6 +98,20 @@ fn blocks_are_read_in_place_in_every_direction_and_nothing_is_copied() {
     assert!(text(&output.stdout).contains("WRONG"), "{}", text(&output.stdout));
     let output = bench(&[SMALL, &["--transport", "uds", "--in-place"]].concat());
     assert!(text(&output.stderr).contains("--transport shm"), "{}", text(&output.stderr));
+}
+
+#[test]
+#[ignore = "needs libucp"]
+fn ucx_is_measured_beside_its_own_tool() {
+    let found = report(&["--transport", "ucx", "--direction", "both"]);
+    let rows = found["sizes"].as_array().expect("a list");
+    assert_eq!(rows.len(), 2);
+    for row in rows {
+        assert_eq!((&row["transport"], &row["verified"]), (&"ucx".into(), &true.into()), "{row}");
+        assert!(row["gbps_median"].as_f64().is_some_and(|rate| rate > 0.0), "{row}");
+        let is_missing = row["limit_missing"].as_str().is_some_and(|why| why.contains("not installed"));
+        assert!(is_missing || row["limit_gbps"].as_f64().is_some_and(|rate| rate > 0.0), "{row}");
+    }
 }
 
 #[test]
@@ -208,7 +222,9 @@ fn arguments_that_cannot_be_say_what_to_write() {
 #[test]
 fn a_transport_that_is_not_here_is_refused_and_none_takes_its_place() {
     for transport in MISSING {
-        let output = bench(&["--transport", transport]);
+        let mut command = kvferry();
+        command.env("KVFERRY_UCX_LIB", "/nowhere/libucp.so.0").args(["bench", "--transport", transport]);
+        let output = command.output().expect("it runs");
         assert_eq!(output.status.code(), Some(3), "{transport}");
         assert!(text(&output.stderr).contains(&format!("transport {transport} is not available")), "{output:?}");
         assert!(output.stdout.is_empty(), "{output:?}");

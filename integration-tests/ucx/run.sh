@@ -19,6 +19,8 @@ variables=$("$here/environment.sh") || exit $?
 while IFS= read -r variable; do
     [ -z "$variable" ] || export "${variable?}"
 done <<<"$variables"
+# `kvferry bench` looks for it there.
+[ -z "${KVFERRY_UCX_PERFTEST:-}" ] || PATH=$PATH:$(dirname "$KVFERRY_UCX_PERFTEST")
 
 # The same selection as the other tests: another one has other features, and would build most crates again.
-cargo test --workspace --lib --test ucx -- --ignored --nocapture --test-threads=1 --skip the_other_process --skip rdma::
+cargo test --workspace --lib --test ucx --test contract --test bench -- --ignored --nocapture --test-threads=1 --skip the_other_process --skip rdma

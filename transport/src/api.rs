@@ -276,6 +276,9 @@ pub struct MemoryFile {
 pub enum MemoryKind {
     /// Ordinary host memory.
     Host,
+    /// Memory of another device, as a GPU's, by an address that this process's processors cannot use. No transport takes it yet: each
+    /// refuses it with its reason, and an engine stages such memory in host memory.
+    Device,
 }
 
 /// What a transport can do.
@@ -452,6 +455,8 @@ pub struct TransportStats {
     pub lent_bytes: u64,
     /// Payload bytes that peers took where they lie; not among those that were sent.
     pub handed_bytes: u64,
+    /// Payload bytes that went over UCX, either way: a session that took it may have fallen back to lanes.
+    pub ucx_bytes: u64,
     /// Payload bytes placed into granted memory.
     pub landed_bytes: u64,
     /// Payload bytes that peers handed over in place, and nobody copied.

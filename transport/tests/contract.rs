@@ -6,9 +6,10 @@ use bytes::Bytes;
 use kvferry_protocol::PeerId;
 use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing as held_back;
+use kvferry_transport::testing::{Arena, peer};
 use kvferry_transport::{
-    Credentials, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, PathKind, Tcp, TcpConfig, TcpConfigFile,
-    Transport,
+    Credentials, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Memory, MemoryKind, PathKind, Tcp, TcpConfig,
+    TcpConfigFile, Transport,
 };
 
 /// Events that an endpoint keeps before it reads no more: few for the one called `b`.
@@ -34,6 +35,22 @@ fn tls() -> Credentials {
 
 fn key() -> Credentials {
     ClusterKey::new(&[7; 32]).unwrap().into()
+}
+
+#[test]
+fn memory_of_a_device_is_refused_where_it_is_registered() {
+    let network = LoopbackNetwork::new();
+    let loopback = network.endpoint(peer("a", 1), Bytes::new(), LoopbackConfig::default(), FaultPlan::NONE);
+    let memory = Arena::new(4096, 0);
+    for transport in
+        [Box::new(loopback) as Box<dyn Transport>, tcp(TcpConfigFile::default(), peer("a", 1), Bytes::new())]
+    {
+        let memory = Memory { kind: MemoryKind::Device, ..memory.memory() };
+        #[expect(unsafe_code, reason = "registering is the caller's promise")]
+        // SAFETY: the memory outlives the transport, and is refused.
+        let refused = unsafe { transport.register(memory) }.unwrap_err().to_string();
+        assert!(refused.contains("a device's") && refused.contains("host memory"), "{refused}");
+    }
 }
 
 mod loopback {
@@ -89,7 +106,7 @@ mod ucx {
     #[ignore = "needs libucp"]
     fn the_path_is_told() {
         use kvferry_transport::Event;
-        use kvferry_transport::testing::{Node, peer};
+        use kvferry_transport::testing::Node;
 
         let mut a = Node::new(&ucx, peer("a", 1), 1 << 20);
         let b = Node::new(&ucx, peer("b", 1), 1 << 20);

@@ -7,7 +7,7 @@ use common::{key, rdma_config};
 use kvferry_protocol::PeerId;
 use kvferry_transport::testing::{Node, peer};
 use kvferry_transport::{
-    Event, PathKind, PathReport, Planted, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
+    Event, Memory, MemoryKind, PathKind, PathReport, Planted, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
 };
 
 const BYTES: usize = 1 << 20;
@@ -47,6 +47,26 @@ fn packets() -> u64 {
     let devices = std::fs::read_dir("/sys/class/infiniband").unwrap().flatten();
     let counter = |device: std::fs::DirEntry| device.path().join("ports/1/hw_counters/rcvd_pkts");
     devices.map(|device| std::fs::read_to_string(counter(device)).unwrap().trim().parse::<u64>().unwrap()).sum()
+}
+
+#[test]
+#[ignore = "needs an RDMA device"]
+fn memory_of_a_device_is_refused_with_what_the_card_could_do() {
+    let config = rdma_config().rdma.try_into().unwrap();
+    for port in kvferry_transport::rdma::probe(&config).unwrap().usable {
+        // soft-RoCE copies by the processor.
+        let answer = port.device_memory.dma_buf;
+        assert!(answer.is_err() || !port.device.starts_with("rxe"), "{answer:?}");
+    }
+    let node = node("a", &rdma_config(), None);
+    let memory = Memory { kind: MemoryKind::Device, ..node.memory.memory() };
+    #[expect(unsafe_code, reason = "registering is the caller's promise")]
+    // SAFETY: the memory is the node's own, and is refused.
+    let refused = unsafe { node.transport.register(memory) };
+    let text = refused.unwrap_err().to_string();
+    for word in ["a device's", "rxe0: dma-buf: its driver", "peer memory: no module"] {
+        assert!(text.contains(word), "{word}: {text}");
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kvferry_protocol::pages::Extent;
 use kvferry_transport::testing::PATIENCE;
 use kvferry_transport::ucx::{RemoteWindow, UcxEvent};
+use kvferry_transport::{Memory, MemoryKind};
 use rustix::process::{Pid, Signal, kill_process};
 use ucx_pair::{
     CLOSE, COMPARE, COUNT, FILL, FLOOD, GRANT, GRANT_BLOCKS, HEAR, Other, PUT, STOP, Side, arena_bytes, blocks,
@@ -92,6 +93,28 @@ fn a_note_comes_after_all_bytes_of_its_post() {
         }
         assert_eq!(number(&other.answer(HEAR)), 0, "stretches that differed, blocks of {block_bytes}");
     }
+}
+
+#[test]
+#[ignore = "needs libucp"]
+fn a_node_shuts_down_under_a_live_link() {
+    let (mut side, mut other) = (Side::new(), Other::start());
+    other.join(&mut side);
+    // The peer lives, and nothing is under way: nothing but the shutdown moves the node's thread.
+    side.node.shutdown();
+    side.wait_down();
+    other.ask(CLOSE, &[]);
+}
+
+#[test]
+#[ignore = "needs libucp"]
+fn memory_of_a_device_is_refused_with_what_ucx_says_of_it() {
+    let side = Side::new();
+    let memory = Memory { kind: MemoryKind::Device, ..side.memory.memory() };
+    #[expect(unsafe_code, reason = "registering is the caller's promise")]
+    // SAFETY: the node is dropped before the arena, and refuses it.
+    let refused = unsafe { side.node.register(memory) }.unwrap_err().to_string();
+    assert!(refused.contains("host memory only") && refused.contains("can put host"), "{refused}");
 }
 
 #[test]
@@ -213,6 +236,11 @@ fn a_killed_peer_ends_every_wait() {
         }
         pass(&mut side, moment(round));
         other.kill();
+        if side.is_native && live == 0 {
+            // A device that has nothing to send does not learn of it, and UCX asks only now and then: the session's control lane, which
+            // breaks at once, ends the link.
+            side.node.close(side.link(), "its session is over");
+        }
         longest = longest.max(wait_all_ended(&mut side, live, Duration::from_millis(within)));
     }
     println!("the longest wait for the end of everything: {longest:?}");

@@ -55,6 +55,11 @@ pub(crate) fn measure(setup: &Setup, address: &PeerAddress, case: Case, effort: 
     if matches!(kind, Kind::Shm | Kind::Cma) && !run.case.in_place {
         run.wait_lending(kind)?;
     }
+    if kind == Kind::Ucx && run.station.ucx_bytes() == 0 {
+        let why =
+            "its session came up, but UCX did not connect: blocks went over TCP lanes; see the log (RUST_LOG=warn)";
+        return Err(endpoint::unavailable(kind, why.to_owned()));
+    }
     let mut limit = Limit::open(kind, &mut run.station, address)?;
     let passes = run.passes(&mut limit, effort.rounds)?;
     let one = run.latencies(&mut limit, 1, effort.requests)?;

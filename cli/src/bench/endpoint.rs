@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 use kvferry_protocol::{EngineId, Incarnation, PeerId, PpRank, TpRank};
+use kvferry_transport::rdma::RdmaConfigFile;
+use kvferry_transport::ucx::UcxConfigFile;
 use kvferry_transport::{
     Credentials, PathKind, PathReport, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
 };
@@ -51,12 +53,14 @@ impl Setup {
 
 impl Setup {
     /// The paths that the endpoint may take.
-    fn paths(&self) -> Result<Vec<PathKind>, CliError> {
+    fn paths(&self) -> Vec<PathKind> {
         match self.kind {
             // A session streams until the other side has mapped memory, so memory goes with Unix lanes.
-            Some(kind @ (Kind::Shm | Kind::Cma)) => Ok(kind.path().into_iter().chain([PathKind::UnixSocket]).collect()),
-            Some(kind) => Ok(vec![kind.path().ok_or_else(|| not_built(kind))?]),
-            None => Ok(PathKind::ALL.to_vec()),
+            Some(kind @ (Kind::Shm | Kind::Cma)) => vec![kind.path(), PathKind::UnixSocket],
+            // The session itself is over TCP, and without the device so are the blocks: then the bench ends and says why.
+            Some(kind @ (Kind::Ucx | Kind::Rdma)) => vec![kind.path(), PathKind::Tcp],
+            Some(kind) => vec![kind.path()],
+            None => PathKind::ALL.to_vec(),
         }
     }
 
@@ -95,7 +99,9 @@ pub(crate) fn open(setup: &Setup, name: &str) -> Result<Box<dyn Transport>, CliE
     let listen = listen.map(|text| socket_address("--listen", text)).transpose()?;
     let file = TcpConfigFile {
         listen: listen.unwrap_or(defaults.listen),
-        paths: setup.paths()?,
+        paths: setup.paths(),
+        ucx: ucx_config(),
+        rdma: patient_rdma(),
         lanes_same_host: setup.lanes,
         lanes_remote: setup.lanes,
         data_threads: setup.data_threads,
@@ -165,10 +171,14 @@ pub(crate) fn explained(setup: &Setup, error: CliError) -> CliError {
 
 const FIX: &str = "see kvferry doctor on both sides, or name another with --transport";
 
-fn not_built(kind: Kind) -> CliError {
-    CliError::Unavailable {
-        transport: kind.name(),
-        why: "this build does not have it".to_owned(),
-        fix: "it measures tcp, uds, shm and cma".to_owned(),
-    }
+/// RDMA as it is measured: a device that is emulated takes its time, and both sides are alive.
+fn patient_rdma() -> RdmaConfigFile {
+    const PATIENCE_MS: u64 = 60_000;
+    let (stall_ms, prove_ms, ask_ms) = (PATIENCE_MS, PATIENCE_MS, PATIENCE_MS);
+    RdmaConfigFile { stall_ms, prove_ms, ask_ms, ..RdmaConfigFile::default() }
+}
+
+/// UCX as it is measured: also over its tcp, which emulates puts and would end a receiver whose sender dies; both are the bench's.
+pub(crate) fn ucx_config() -> UcxConfigFile {
+    UcxConfigFile { emulated_puts: true, ..UcxConfigFile::default() }
 }

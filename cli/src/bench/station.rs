@@ -103,6 +103,11 @@ impl Station {
         stats.lent_bytes + stats.handed_bytes
     }
 
+    /// How many bytes went over UCX, either way.
+    pub(crate) fn ucx_bytes(&self) -> u64 {
+        self.transport.stats().ucx_bytes
+    }
+
     /// Whether a peer is there.
     pub(crate) fn is_met(&self) -> bool {
         self.other.is_some()

@@ -8,6 +8,7 @@ use crate::api::TransportStats;
 pub(crate) struct Counters {
     pub(crate) sent_bytes: AtomicU64,
     pub(crate) lent_bytes: AtomicU64,
+    pub(crate) ucx_bytes: AtomicU64,
     pub(crate) landed_bytes: AtomicU64,
     pub(crate) dropped_bytes: AtomicU64,
     pub(crate) refused_writes: AtomicU64,
@@ -43,6 +44,7 @@ impl Counters {
         TransportStats {
             sent_bytes: read(&self.sent_bytes),
             lent_bytes: read(&self.lent_bytes),
+            ucx_bytes: read(&self.ucx_bytes),
             landed_bytes: read(&self.landed_bytes),
             dropped_bytes: read(&self.dropped_bytes),
             refused_writes: read(&self.refused_writes),

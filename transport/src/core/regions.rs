@@ -31,7 +31,9 @@ impl RegionTable {
         let bytes = memory.bytes;
         let refuse = |problem: &str| TransportError::Memory { bytes, problem: problem.to_owned() };
         if memory.kind != MemoryKind::Host {
-            return Err(refuse("this transport reads and writes host memory only"));
+            return Err(refuse(
+                "this transport's processors read and write it: it takes host memory only, and this is a device's",
+            ));
         }
         if bytes == 0 || bytes > isize::MAX as usize {
             return Err(refuse("a region has 1 to isize::MAX bytes"));

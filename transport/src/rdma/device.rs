@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rdma_sys::{IBV_PORT_ACTIVE, Verbs, ibv_device_attr, ibv_port_attr};
 
 use super::config::RdmaConfig;
+use super::device_memory::DeviceMemory;
 use super::error::RdmaError;
 use super::ffi::{CompletionChannel, Context, DeviceList, ProtectionDomain};
 use super::gid::{GidChoice, choose_gid, read_gids};
@@ -38,6 +39,8 @@ pub struct PortFacts {
     pub gid: GidChoice,
     /// The NUMA node that the device is near; `None` if the kernel does not say.
     pub numa_node: Option<u32>,
+    /// What it can register of other devices' memory.
+    pub device_memory: DeviceMemory,
     /// The longest registration, in bytes.
     pub max_registration_bytes: u64,
     /// The most requests in a queue pair.
@@ -115,6 +118,8 @@ fn scan_ports(
     unusable: &mut Vec<String>,
 ) -> Result<(), RdmaError> {
     let attributes = context.attributes().map_err(|error| failed(&context.name, "query_device", error))?;
+    let domain = ProtectionDomain::new(context).map_err(|error| failed(&context.name, "alloc_pd", error))?;
+    let device_memory = DeviceMemory::of(&domain);
     for port in 1..=attributes.phys_port_cnt {
         let found = context.port(port).map_err(|error| failed(&context.name, &format!("query_port {port}"), error))?;
         if found.state != IBV_PORT_ACTIVE {
@@ -122,7 +127,7 @@ fn scan_ports(
             unusable.push(format!("{} port {port}: it is {state}; bring its link and interface up", context.name));
             continue;
         }
-        match facts(context, &attributes, port, &found, config) {
+        match facts(context, &attributes, &device_memory, port, &found, config) {
             Ok(facts) => rails.push(open(context, facts)?),
             Err(error) => unusable.push(error.to_string()),
         }
@@ -133,6 +138,7 @@ fn scan_ports(
 fn facts(
     context: &Context,
     device: &ibv_device_attr,
+    device_memory: &DeviceMemory,
     port: u8,
     found: &ibv_port_attr,
     config: &RdmaConfig,
@@ -157,6 +163,7 @@ fn facts(
         mtu: found.active_mtu,
         gid,
         numa_node: numa.and_then(|node| node.trim().parse().ok()),
+        device_memory: device_memory.clone(),
         max_registration_bytes: device.max_mr_size,
         max_queue_pair_requests: positive(device.max_qp_wr),
         max_segments: positive(device.max_sge),

@@ -153,6 +153,21 @@ impl ProtectionDomain {
         let raw = object(unsafe { context.verbs.ibv_alloc_pd(context.raw.as_ptr()) })?;
         Ok(Self { context: Arc::clone(context), raw })
     }
+
+    /// What the driver says to a dma-buf that does not exist: `EBADF` if it takes any; nothing if the library lacks the call.
+    pub(crate) fn dma_buf_answer(&self) -> Option<io::Error> {
+        let verbs = &self.context.verbs;
+        if !verbs.has_dmabuf() {
+            return None;
+        }
+        // SAFETY: a live domain; -1 is no descriptor, so nothing is registered.
+        let raw =
+            unsafe { verbs.ibv_reg_dmabuf_mr(self.raw.as_ptr(), 0, 4096, 0, -1, IBV_ACCESS_LOCAL_WRITE as c_int) };
+        let Some(raw) = NonNull::new(raw) else { return Some(io::Error::last_os_error()) };
+        // SAFETY: registered above, against all expectation, and nobody knows it.
+        let _ = unsafe { verbs.ibv_dereg_mr(raw.as_ptr()) };
+        Some(io::Error::other("it registered a dma-buf that does not exist"))
+    }
 }
 
 impl Drop for ProtectionDomain {

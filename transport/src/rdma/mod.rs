@@ -11,6 +11,7 @@
 
 mod config;
 mod device;
+mod device_memory;
 mod error;
 pub(crate) mod fences;
 mod ffi;
@@ -27,6 +28,7 @@ pub(crate) mod work;
 
 pub use config::{RdmaConfig, RdmaConfigFile};
 pub use device::{PortFacts, RdmaReport, probe};
+pub use device_memory::DeviceMemory;
 pub use error::RdmaError;
 pub use gid::{GidChoice, GidEntry, GidWish, choose_gid};
 pub use work::Fault;

@@ -23,7 +23,8 @@ use super::socket;
 use super::ucx::Ucx;
 use super::verbs::Verbs;
 use crate::api::{
-    Capabilities, Event, GrantKey, Memory, PathKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
+    Capabilities, Event, GrantKey, Memory, MemoryKind, PathKind, PeerAddress, PostError, PostId, Transport,
+    TransportStats, Write,
 };
 use crate::core::{Bug, Core, Counters, Post, Recall, SessionKey};
 use crate::credentials::Credentials;
@@ -214,6 +215,15 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Why memory of another device is refused, whatever the paths are.
+    fn why_no_device_memory(&self) -> String {
+        let lanes = "it is a device's, and every session has lanes (tcp, uds, shm, cma, ucx), which processors serve";
+        match &self.verbs {
+            Some(verbs) => format!("{lanes}, beside rdma, whose cards could: {}", verbs.device_memory()),
+            None => format!("{lanes}; stage it in host memory"),
+        }
+    }
+
     pub(crate) fn credentials(&self) -> Credentials {
         self.credentials.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -357,6 +367,10 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        if memory.kind != MemoryKind::Host {
+            let problem = self.shared.why_no_device_memory();
+            return Err(TransportError::Memory { bytes: memory.bytes, problem });
+        }
         if let Some(ucx) = &self.shared.ucx {
             #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
             // SAFETY: the caller's promise, which is the same; UCX is shut down with this transport.

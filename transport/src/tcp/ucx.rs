@@ -193,6 +193,7 @@ impl UcxLane {
             theirs.free.pop();
             flying.insert(*next_post, Flying { grant, slot });
             Counters::add(&core.counters.sent_bytes, cut.payload_bytes);
+            Counters::add(&core.counters.ucx_bytes, cut.payload_bytes);
         }
         Ok(())
     }
@@ -264,6 +265,7 @@ impl UcxLane {
         });
         let limit = || WireError::Limit { what: "the payload of a slot", found: bytes, limit: self.slot_bytes };
         let staged = staged.flatten().ok_or_else(limit)?;
+        Counters::add(&core.counters.ucx_bytes, bytes);
         let landed = Inbound::admit(core, session.key, header, table, Vec::new())?.and_then(|mut inbound| {
             while inbound.left() > 0 {
                 let from = staged.skip((bytes - inbound.left()) as usize);

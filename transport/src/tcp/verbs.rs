@@ -27,9 +27,8 @@ use crate::api::{GrantKey, Memory};
 use crate::core::{Core, SessionKey};
 use crate::error::TransportError;
 use crate::raw::Region;
-use crate::rdma::RdmaConfig;
-use crate::rdma::RdmaError;
 use crate::rdma::rails::Adapter;
+use crate::rdma::{DeviceMemory, PortFacts, RdmaConfig, RdmaError};
 
 /// An outbox that somebody was inside of is tried again after this.
 const AGAIN: Duration = Duration::from_millis(1);
@@ -106,6 +105,16 @@ impl Verbs {
         sessions.iter().filter(|session| session.verbs().is_some()).for_each(|session| self.tell(session, index));
         shared.waker.wake();
         Ok(id)
+    }
+
+    /// What the cards say to memory of other devices, in words.
+    pub(crate) fn device_memory(&self) -> String {
+        let word = |answer: &Result<(), String>| answer.as_ref().map_or_else(Clone::clone, |()| "yes".to_owned());
+        let of_port = |facts: &PortFacts| {
+            let DeviceMemory { dma_buf, peer_memory } = &facts.device_memory;
+            format!("{}: dma-buf: {}; peer memory: {}", facts.device, word(dma_buf), word(peer_memory))
+        };
+        self.adapter.ports().map(of_port).collect::<Vec<_>>().join("; ")
     }
 
     /// A session is there: its queue pairs are made and proved, which [`Command::Proved`](super::endpoint::Command) tells.

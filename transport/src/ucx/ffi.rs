@@ -301,6 +301,12 @@ impl Worker {
         &self.inbox
     }
 
+    /// Whether this UCX, if built with assertions, ends the process when an endpoint is closed before its first word left.
+    pub(super) fn aborts_if_closed_early(&self) -> bool {
+        let version = self.context.library.version();
+        (version.major, version.minor) < (1, 14)
+    }
+
     /// What a peer needs to reach it.
     pub(super) fn address(&self) -> Result<Bytes, UcxError> {
         let library = self.context.library;

@@ -93,6 +93,9 @@ pub(super) struct Link {
     moved: Moved,
     reason: Option<UcxError>,
     closing: Option<Rc<Ticket>>,
+    was_ready: bool,
+    /// Its endpoint must not be closed; see [`Link::is_greeting_stuck`].
+    is_abandoned: bool,
     waiting: Vec<SyncSender<()>>,
     drain: Duration,
     connect: Duration,
@@ -161,6 +164,8 @@ impl Link {
             moved: Moved { at: now, ended: 0 },
             reason: None,
             closing: None,
+            was_ready: false,
+            is_abandoned: false,
             waiting: Vec::new(),
             drain: config.drain,
             connect: config.connect,
@@ -312,6 +317,11 @@ impl Link {
     /// Destroys endpoint and worker, then ends what was left. After this no byte of the peer lands through this link, and UCX
     /// reads nothing of its posts.
     pub(super) fn finish(mut self, out: &mut Vec<UcxEvent>) {
+        if self.is_abandoned {
+            tracing::warn!(link = %self.id, "UCX cannot close an endpoint whose peer never answered; its worker is left");
+            // What UCX may still read of it: the greeting. Everything else is the worker's own.
+            std::mem::forget((self.endpoint.take(), Rc::clone(&self.worker), std::mem::take(&mut self.headers)));
+        }
         let is_drained = self.is_drained();
         if let Some(mut endpoint) = self.endpoint.take() {
             if is_drained {
@@ -324,8 +334,8 @@ impl Link {
         if strangers > 0 {
             tracing::warn!(link = %self.id, strangers, "active messages without the peer's token were dropped");
         }
-        let Self { worker, mut posts, gate, id, reason, waiting, tickets, .. } = self;
-        debug_assert_eq!(Rc::strong_count(&worker), 1, "an endpoint would keep it");
+        let Self { worker, mut posts, gate, id, reason, waiting, tickets, is_abandoned, .. } = self;
+        debug_assert!(is_abandoned || Rc::strong_count(&worker) == 1, "an endpoint would keep it");
         drop(worker);
         drop(tickets);
         let reason = reason.unwrap_or(UcxError::NoLink { link: id });
@@ -406,6 +416,7 @@ impl Link {
         match checked {
             Ok(lanes) => {
                 self.stage = Stage::Ready;
+                self.was_ready = true;
                 out.push(UcxEvent::Ready { link: self.id, lanes });
             }
             Err(error) => self.begin_closing(error, now),
@@ -558,7 +569,11 @@ impl Link {
         tracing::debug!(link = %self.id, %reason, "link ends");
         // What is under way to a peer that is alive is let through: one that emulates puts does not bear it that a connection ends
         // between two of them (see `lanes`).
-        let until = if let UcxError::Closed { .. } = reason { now + self.drain } else { now };
+        let until = match self.stage {
+            Stage::Connecting { since } if self.is_greeting_stuck() => since + self.connect,
+            _ if matches!(reason, UcxError::Closed { .. }) => now + self.drain,
+            _ => now,
+        };
         self.stage = Stage::Closing { until, is_closed: false };
         self.reason = Some(reason);
         self.queued.clear();
@@ -566,14 +581,28 @@ impl Link {
         self.close_drained(now);
     }
 
+    /// Whether UCX would abort the process if the endpoint were closed now.
+    ///
+    /// An endpoint that has not sent its first request yet, because the peer's ud does not answer, holds it in a queue; UCX before
+    /// 1.14, built with assertions as Debian's is, fails one when it empties that queue (openucx/ucx pull request 8175). Closing then
+    /// waits for the greeting, as long as connecting may take, and if that never leaves the worker is left to the process. The peer has
+    /// heard nothing through it and knows of no window that it could write.
+    fn is_greeting_stuck(&self) -> bool {
+        !self.was_ready
+            && self.endpoint.is_some()
+            && self.counts.under_way() > 0
+            && self.worker.aborts_if_closed_early()
+    }
+
     fn close_drained(&mut self, now: Instant) {
         let Stage::Closing { until, is_closed: false } = self.stage else { return };
         if self.counts.under_way() > 0 && now < until {
             return;
         }
+        self.is_abandoned = self.is_greeting_stuck();
         self.stage = Stage::Closing { until: now + self.drain, is_closed: true };
         let ticket = self.ticket(Purpose::Close);
-        if let Some(endpoint) = &mut self.endpoint {
+        if let Some(endpoint) = self.endpoint.as_mut().filter(|_| !self.is_abandoned) {
             endpoint.close(&ticket);
         }
         ticket.seal();

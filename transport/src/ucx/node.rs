@@ -132,7 +132,9 @@ impl UcxNode {
         let refuse = |problem: &str| UcxError::Memory { bytes: memory.bytes, problem: problem.to_owned() };
         // All that the table of regions refuses, before UCX pins anything.
         if memory.kind != MemoryKind::Host {
-            return Err(refuse("only host memory can be registered so far"));
+            // What UCX could put says nothing about who else touches it: slots, from which a receiver copies, are host memory.
+            let kinds = self.facts.memory_kinds.join(", ");
+            return Err(refuse(&format!("kvferry gives UCX host memory only, though it says that it can put {kinds}")));
         }
         if self.shared.keys.read().unwrap_or_else(PoisonError::into_inner).len() >= MAX_REGIONS {
             return Err(refuse("there are too many regions; register larger ones"));

@@ -64,7 +64,8 @@ impl Limit {
 
     fn tool(which: Which, station: &Station) -> Self {
         let paths = std::env::var_os("PATH").unwrap_or_default();
-        Tool::find(which, &station.ground().case, &paths).map_or_else(Self::None, Self::Tool)
+        let tool = Tool::find(which, &station.ground().case, &paths).and_then(Tool::like_ours);
+        tool.map_or_else(Self::None, Self::Tool)
     }
 
     /// In how many ways it is measured; the best one counts.

@@ -6,25 +6,32 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use kvferry_transport::ucx::{self, UcxConfig};
+
 use crate::bench::case::Case;
+use crate::bench::endpoint::ucx_config;
 use crate::error::CliError;
 
 /// How long a tool's server may take to listen: minutes pass quickly in a machine that is emulated.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// What a tool moves at least, so that its own start is no part of the figure.
 const LEAST_ITERATIONS: u64 = 100;
+/// Puts of all blocks at once.
+const UCX_ITERATIONS: u64 = 4;
 
 /// A tool that is installed.
 pub(crate) struct Tool {
     which: Which,
     program: PathBuf,
     case: Case,
+    /// What it finds in its environment.
+    variables: Vec<(String, String)>,
 }
 
 /// Which tool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Which {
-    /// UCX's own: puts into the other process's memory, over whatever `UCX_TLS` says.
+    /// UCX's own: puts into the other process's memory, by the transports and with the settings that ours uses.
     Ucx,
     /// perftest's: RDMA WRITE over one queue pair.
     Verbs,
@@ -47,11 +54,15 @@ impl Which {
 
     /// What both sides are told.
     fn arguments(self, case: &Case, port: u16) -> Vec<String> {
-        let iterations = u64::from(case.blocks).max(LEAST_ITERATIONS).to_string();
-        let (size, port) = (case.block_bytes.to_string(), port.to_string());
+        // UCX's tool puts one buffer again and again: one of a block would stay in the cache, so it gets one of all blocks.
+        let (size, iterations) = match self {
+            Self::Ucx => (case.bytes(), UCX_ITERATIONS),
+            Self::Verbs => (case.block_bytes, u64::from(case.blocks).max(LEAST_ITERATIONS)),
+        };
+        let (size, iterations, port) = (size.to_string(), iterations.to_string(), port.to_string());
         let words: &[&str] = match self {
-            // Final figures only; a window as deep as ours.
-            Self::Ucx => &["-t", "ucp_put_bw", "-s", &size, "-n", &iterations, "-f", "-p", &port],
+            // Without the ten thousand puts that would warm it up. (`-f`, final figures only, prints no `Final:`.)
+            Self::Ucx => &["-t", "ucp_put_bw", "-s", &size, "-n", &iterations, "-w", "1", "-p", &port],
             // CPU frequencies may vary; gigabits leave no doubt about what a megabyte is.
             Self::Verbs => &["-s", &size, "-n", &iterations, "-F", "--report_gbits", "-p", &port],
         };
@@ -84,7 +95,15 @@ impl Tool {
         let program =
             std::env::split_paths(paths).map(|folder| folder.join(which.program())).find(|file| file.is_file());
         let missing = || format!("{} is not installed (apt-get install {})", which.program(), which.package());
-        Ok(Self { which, program: program.ok_or_else(missing)?, case: case.clone() })
+        Ok(Self { which, program: program.ok_or_else(missing)?, case: case.clone(), variables: Vec::new() })
+    }
+
+    /// Takes care that UCX's tool uses the transports that our links use, as they use them.
+    pub(crate) fn like_ours(mut self) -> Result<Self, String> {
+        if self.which == Which::Ucx {
+            self.variables = ucx_variables()?;
+        }
+        Ok(self)
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -114,9 +133,16 @@ impl Tool {
 
     fn command(&self, arguments: &[String]) -> Command {
         let mut command = Command::new(&self.program);
-        command.args(arguments).stdin(Stdio::null());
+        command.args(arguments).stdin(Stdio::null()).envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
     }
+}
+
+fn ucx_variables() -> Result<Vec<(String, String)>, String> {
+    let config = UcxConfig::try_from(ucx_config()).map_err(|error| error.to_string())?;
+    let facts = ucx::survey(&config).map_err(|error| error.to_string())?;
+    let settings = facts.settings.iter().map(|setting| (format!("UCX_{}", setting.key), setting.value.to_string()));
+    Ok(settings.chain([("UCX_TLS".to_owned(), facts.transports.join(","))]).collect())
 }
 
 /// A tool's server; ends with the value.
