@@ -8,7 +8,7 @@ use kvferry_protocol::transfer::{GrantRefusal, ReceiverState, Rect};
 use kvferry_protocol::{Generation, TransferId};
 
 use super::device::{Staged, Upload};
-use super::driver::Driver;
+use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
 
 /// A grant that a machine asked for and that waits for frames.
@@ -47,23 +47,28 @@ impl Driver {
             });
         }
         while let Some(waiting) = self.waiting_grants.pop_front() {
-            if let Some(waiting) = self.try_grant(waiting) {
-                return self.waiting_grants.push_front(waiting);
+            let transfer = waiting.transfer;
+            match self.try_grant(waiting) {
+                Some(waiting) => return self.waiting_grants.push_front(waiting),
+                None => self.turn(transfer, Side::Receiving),
             }
         }
     }
 
-    /// Makes a grant; gives it back if there are not enough frames.
+    /// Makes a grant, or tells the machine why it cannot be; gives it back if there are not enough frames. What the machine wants then
+    /// is for the caller to do.
     fn try_grant(&mut self, waiting: WaitingGrant) -> Option<WaitingGrant> {
         let WaitingGrant { transfer, generation, missing } = &waiting;
         match self.stage(*transfer, missing) {
             Ok(Some(staged)) => self.make_grant(*transfer, *generation, missing, staged),
             Ok(None) => return Some(waiting),
             Err(problem) => {
-                let generation = *generation;
-                self.with_receiving(*transfer, |entry, now| {
-                    entry.machine.grant_refused(now, generation, GrantRefusal::Impossible(problem))
-                });
+                let now = self.now();
+                if let Some(entry) = self.receiving.get_mut(transfer) {
+                    let refusal = GrantRefusal::Impossible(problem);
+                    let taken = entry.machine.grant_refused(now, *generation, refusal);
+                    self.note(taken);
+                }
             }
         }
         None
