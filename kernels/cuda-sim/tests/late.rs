@@ -239,7 +239,7 @@ fn a_lane_carries_pages_out_and_in_again_behind_the_engines_work() {
 
         // The engine's work: what it stores comes from memory of its own.
         let whole = from.layout().shape().block_bytes() as usize * 6;
-        let content: Vec<u8> = (0..whole).map(|at| (at * 31 >> 3) as u8).collect();
+        let content: Vec<u8> = (0..whole).map(|at| ((at * 31) >> 3) as u8).collect();
         let stored = device.allocate(whole).unwrap();
         device.fill(stored.ptr(), &content);
         let pages = from.pages(0).map(|_| engine_start(&from)).unwrap();

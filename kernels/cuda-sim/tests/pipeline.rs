@@ -75,6 +75,7 @@ impl Pair {
         let order = *chance.pick(&["decode-first", "prefill-first"]);
         let mut setup = |name, role| {
             let tokens_per_block = *chance.pick(&[1, 2, 4, 5, 8]);
+            let layout: &str = LayoutOrder::LISTED[chance.below(LayoutOrder::LISTED.len() as u64) as usize];
             // Room for two transfers at most, and mostly for less.
             let staging = engine_block_bytes(tokens_per_block) * u64::from(TOKENS.div_ceil(tokens_per_block));
             let staging = staging * (4 + chance.below(4)) / 4;
@@ -85,7 +86,7 @@ impl Pair {
                 1 + chance.below(3),
                 1 + chance.below(4),
             );
-            Setup { name, role, layout: *chance.pick(&LayoutOrder::LISTED[..]), tokens_per_block, extra }
+            Setup { name, role, layout, tokens_per_block, extra }
         };
         let (prefill, decode) = (setup("prefill", "prefill"), setup("decode", "decode"));
         let shown = format!("seed {seed}: {prefill:?} {decode:?}");
