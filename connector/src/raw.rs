@@ -1,13 +1,16 @@
-//! The only place of this crate that vouches for raw memory: pages that are handed to a transport and to the copy kernels, and slabs.
+//! The only place of this crate that vouches for raw memory: pages that are handed to a transport, to the copy kernels and to
+//! devices, and slabs.
 #![allow(unsafe_code, reason = "a cache's pages are handed to a transport and to the copy kernels by address")]
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvferry_kernels::copy::RegionTable;
+use kvferry_kernels::device::{DeviceError, DeviceKvCache, Event, Lane, StagedRun};
 use kvferry_kernels::{HostRegion, KernelError, KvCacheView, KvDtype};
-use kvferry_protocol::RegionId;
-use kvferry_protocol::layout::KvLayout;
+use kvferry_protocol::digest::Digest;
+use kvferry_protocol::layout::{CopyPlan, KvLayout};
+use kvferry_protocol::{BlockId, RegionId};
 use kvferry_transport::{Memory, MemoryFile, MemoryKind, Transport};
 
 use crate::error::ConnectorError;
@@ -56,6 +59,18 @@ impl RawKvCache {
 
     pub(crate) fn regions(&self) -> &[(NonNull<u8>, usize)] {
         &self.regions
+    }
+
+    /// A cache in one region of kvferry's own, for who keeps that mapped; `None` if the layout reaches past it.
+    pub(crate) fn over(layout: KvLayout, region: &HostRegion) -> Option<Self> {
+        let shape = layout.shape();
+        let (last_layer, last_block) = (shape.layers - 1, BlockId::new(shape.blocks - 1));
+        let fits = layout.planes().iter().enumerate().all(|(plane, strides)| {
+            let last = layout.place(last_layer, last_block, plane, shape.heads - 1, shape.tokens_per_block - 1);
+            last.region == RegionId::new(0) && last.offset + u64::from(strides.run_bytes) <= region.len() as u64
+        });
+        let regions = [(region.as_ptr(), region.len())];
+        (fits && layout.bases().len() == 1).then(|| Self { layout: Arc::new(layout), regions: regions.into() })
     }
 }
 
@@ -114,6 +129,30 @@ impl SlabMemory {
         }
     }
 
+    /// The whole region, and where this part begins in it.
+    pub(crate) const fn place(&self) -> (&Arc<HostRegion>, usize) {
+        (&self.region, self.start)
+    }
+
+    /// Gathers pages of a device's cache into its first `bytes`, by way of a lane; see [`Lane::gather`].
+    ///
+    /// The caller holds the pages: by the engine's word, from `after` on.
+    pub(crate) fn gather(
+        &mut self,
+        lane: &mut Lane,
+        plan: &CopyPlan,
+        cache: &DeviceKvCache,
+        after: Option<&dyn Event>,
+        bytes: usize,
+    ) -> Result<Digest, DeviceError> {
+        if bytes > self.bytes {
+            return Err(DeviceError::Room { what: "a write's bytes", needed: bytes as u64, bytes: self.bytes as u64 });
+        }
+        // SAFETY: so many bytes are this part's own, and it is borrowed alone; the pool that it is of has pinned the region. The
+        // engine promised not to write the pages before the transfer lets go of them, which waits for this.
+        unsafe { lane.gather(plan, cache, after, self.first(), bytes) }
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: inside the region, zeroed by the system. Parts do not overlap, so only this one's owner writes here, and has
         // `&mut` then.
@@ -142,6 +181,34 @@ impl SlabMemory {
         // SAFETY: `start` is inside the region, or at its end.
         unsafe { self.region.as_ptr().add(self.start) }
     }
+}
+
+/// Copies what landed in pinned memory to pages of a device's cache, by way of a lane; see [`Lane::scatter`].
+///
+/// The caller keeps the runs' memory pinned and unwritten until the event is passed: the frames of a load, sealed and verified. It
+/// holds the pages from `after` until then: by the engine's word.
+pub(crate) fn scatter(
+    lane: &mut Lane,
+    plan: &CopyPlan,
+    cache: &DeviceKvCache,
+    after: Option<&dyn Event>,
+    runs: &[StagedRun],
+) -> Result<Arc<dyn Event>, DeviceError> {
+    // SAFETY: the caller's word, as above; who calls is of this crate.
+    unsafe { lane.scatter(plan, cache, after, runs) }
+}
+
+/// Registers a region of kvferry's own in which peers' writes land.
+///
+/// The driver's thread holds it until the transport was shut down.
+pub(crate) fn register_region(transport: &dyn Transport, region: &HostRegion) -> Result<RegionId, ConnectorError> {
+    let (address, bytes) = (region.as_ptr(), region.len());
+    let memory = Memory { address, bytes, kind: MemoryKind::Host, file: None };
+    // SAFETY: the region stays mapped until the transport was shut down. A frame of it is in one grant at a time, and read only
+    // where it is sealed.
+    let registered = unsafe { transport.register(memory) };
+    let what = || format!("{bytes} bytes of staging memory were not registered");
+    registered.map_err(|source| ConnectorError::Transport { what: what(), source })
 }
 
 /// Where a cache's regions lie. The caller holds the pages that it copies or digests, and a clone of the cache.

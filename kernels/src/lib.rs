@@ -4,7 +4,7 @@
 //! [`paged_attention`] reads them in place, and [`PageGuards`] keep both off pages that a transport reads or writes.
 //! [`copy`] follows plans over pages: gather, scatter, digest. An engine with its own memory describes it with a [`KvCacheView`]
 //! and calls the `_unguarded` twins. [`select`] chooses the pages that a decode step reads. [`cuda`] does all of this but selection
-//! in a device's memory.
+//! in a device's memory, and [`device`] is what such a device offers.
 //!
 //! Attention is *invariant*: the same bits whatever the chunking of the prompt, the batch, the block size, the layout, the
 //! number of threads and the CPU's vector width. How: the head of `attention/rows.rs`.
@@ -13,6 +13,7 @@
 mod attention;
 pub mod copy;
 pub mod cuda;
+pub mod device;
 mod dtype;
 mod error;
 mod memory;

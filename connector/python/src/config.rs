@@ -230,7 +230,7 @@ fn own_port(key: &str, address: &str, offset: u16) -> Result<String, BindingErro
 
 const ORIGIN: &str = "kv_connector_extra_config";
 /// Keys that the engine's own configuration says, or that can have one value only here.
-const NOT_HERE: [&str; 11] = [
+const NOT_HERE: [&str; 12] = [
     "engine_id",
     "role",
     "load_failure_policy",
@@ -242,4 +242,5 @@ const NOT_HERE: [&str; 11] = [
     "order",
     "tier_bytes",
     "write_back_blocks",
+    "staging_bytes",
 ];

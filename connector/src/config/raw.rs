@@ -127,6 +127,7 @@ keys! {
     slab_pool_bytes: u64, "67108864", "Memory of all slabs, in bytes; at least two chunks.";
     tier_bytes: u64, "0", "Host memory of each worker for blocks that prompts may share, in bytes; 0 keeps none.";
     write_back_blocks: u64, "0", "Complete blocks of an answer that decode sends back to prefill's tier at once, 1 to 64; 0 sends none.";
+    staging_bytes: u64, "268435456", "Host memory of each worker whose cache is on a device, in which K/V lands on its way there, in bytes; a load waits for room in it, and one that is larger is refused.";
 }
 
 impl RawConfig {

@@ -51,6 +51,7 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!((limits.movers.get(), limits.posts_in_flight.get(), config.layer_group()), (2, 8, None));
     let Limits { max_transfers, chunk_bytes, packed_run_bytes, slab_pool_bytes, tier_bytes, write_back_blocks, .. } =
         limits;
+    assert_eq!(limits.staging_bytes, 256 << 20);
     assert_eq!((max_transfers.get(), packed_run_bytes), (1024, None));
     assert_eq!((chunk_bytes, slab_pool_bytes, tier_bytes, write_back_blocks), (4 << 20, 64 << 20, 0, 0));
 }
@@ -98,6 +99,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("slab_pool_bytes", "16384"),
         ("tier_bytes", "65536"),
         ("write_back_blocks", "4"),
+        ("staging_bytes", "1048576"),
     ];
     assert_eq!(all.map(|(name, _)| name).as_slice(), KEYS.iter().map(|key| key.name).collect::<Vec<_>>());
     let toml: String = all.iter().map(|(name, value)| format!("{name} = {value}\n")).collect();

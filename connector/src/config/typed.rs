@@ -272,6 +272,8 @@ pub struct Limits {
     pub tier_bytes: u64,
     /// Complete blocks of an answer that are written back at once; 0 for none.
     pub write_back_blocks: u32,
+    /// Host memory in which K/V lands on its way to a device, in bytes.
+    pub staging_bytes: u64,
 }
 
 impl TryFrom<(RawConfig, Incarnation)> for ConnectorConfig {
@@ -369,6 +371,7 @@ impl TryFrom<&RawConfig> for Limits {
                 .unwrap_or(NonZeroU16::MIN),
             tier_bytes: number("tier_bytes", raw.tier_bytes, 0, 0..=1 << 44)?,
             write_back_blocks: number("write_back_blocks", raw.write_back_blocks, 0, 0..=64)?,
+            staging_bytes: number("staging_bytes", raw.staging_bytes, 256 << 20, 1..=1 << 40)?,
         })
     }
 }

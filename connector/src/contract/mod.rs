@@ -108,13 +108,16 @@ pub trait Worker: Send {
 
     /// Waits until the layer's pages of every request that this step reads while it loads are verified, or their load failed.
     /// Returns the requests whose load failed: their output of this step is void. Engine counterpart: `wait_for_layer_load`.
+    ///
+    /// On a device the pages are on their way when this returns: the registered stream is made to wait for them, the caller is not.
     fn wait_layer(&mut self, layer: LayerId) -> Vec<RequestId>;
 
     /// The layer's keys and values of this step's tokens are in the cache once `ready` says so. Engine counterpart:
     /// `save_kv_layer`.
     fn save_layer(&mut self, layer: LayerId, ready: Ready);
 
-    /// The step is complete: all layers that were not saved one by one are ready. Sources stay leased until their request is
+    /// The step is complete: all layers that were not saved one by one are ready, or, on a device, queued on the registered stream.
+    /// Sources stay leased until their request is
     /// released, so this does not wait for the wire. Engine counterpart: `wait_for_save`.
     fn wait_saved(&mut self);
 
@@ -135,4 +138,7 @@ pub trait Worker: Send {
 pub enum Ready {
     /// They are in memory already (a CPU engine).
     Now,
+    /// They are once the stream that was registered with the cache ([`DeviceKvCache`](kvferry_kernels::device::DeviceKvCache)) is past
+    /// what is queued on it at this moment.
+    Queued,
 }

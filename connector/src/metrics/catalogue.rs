@@ -143,6 +143,12 @@ metrics! {
         "Memory of all slabs, in bytes.";
     slab_waits_total: Counter => u64,
         "Chunks that waited for a free slab.";
+    staging_used_bytes: Gauge => u64,
+        "Host memory that holds K/V on its way to a device, in bytes.";
+    staging_limit_bytes: Gauge => u64,
+        "All host memory for that, in bytes.";
+    staging_waits_total: Counter => u64,
+        "Grants that waited for room in it.";
     tier_blocks: Gauge => u64,
         "Blocks that the tier has room for.";
     tier_blocks_filled: Gauge => u64,

@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvferry_kernels::copy::{self, RegionTable};
+use kvferry_kernels::device::DeviceKvCache;
 use kvferry_kernels::{HostKvCache, PageGuards};
 use kvferry_protocol::BlockId;
 use kvferry_protocol::digest::Digest;
@@ -21,6 +22,8 @@ pub enum KvCache {
     Host(HostKvCache),
     /// Memory that the engine allocated and vouches for.
     Raw(RawKvCache),
+    /// Memory of a device, kvferry's own or the engine's. Bytes go through pinned host memory.
+    Device(DeviceKvCache),
 }
 
 impl From<HostKvCache> for KvCache {
@@ -35,6 +38,12 @@ impl From<RawKvCache> for KvCache {
     }
 }
 
+impl From<DeviceKvCache> for KvCache {
+    fn from(cache: DeviceKvCache) -> Self {
+        Self::Device(cache)
+    }
+}
+
 impl KvCache {
     /// Where each byte lies.
     #[must_use]
@@ -42,22 +51,33 @@ impl KvCache {
         match self {
             Self::Host(cache) => cache.layout(),
             Self::Raw(cache) => cache.layout(),
+            Self::Device(cache) => cache.layout(),
         }
     }
 
-    /// The file behind each region, where other processes may map it.
+    /// The cache, if it is on a device.
+    pub(crate) const fn device(&self) -> Option<&DeviceKvCache> {
+        match self {
+            Self::Device(cache) => Some(cache),
+            Self::Host(_) | Self::Raw(_) => None,
+        }
+    }
+
+    /// The file behind each region of host memory, where other processes may map it.
     pub(crate) fn files(&self) -> Vec<Option<Arc<OwnedFd>>> {
         match self {
             Self::Host(cache) => cache.regions().iter().map(|region| region.file().cloned()).collect(),
             Self::Raw(cache) => cache.regions().iter().map(|_| None).collect(),
+            Self::Device(_) => Vec::new(),
         }
     }
 
-    /// Start and length in bytes of each region, in their order.
+    /// Start and length in bytes of each region of host memory, in their order.
     pub(crate) fn regions(&self) -> Vec<(NonNull<u8>, usize)> {
         match self {
             Self::Host(cache) => cache.regions().iter().map(|region| (region.as_ptr(), region.len())).collect(),
             Self::Raw(cache) => cache.regions().to_vec(),
+            Self::Device(_) => Vec::new(),
         }
     }
 }
@@ -76,6 +96,11 @@ impl Caches {
 
     pub(crate) fn layout(&self) -> &KvLayout {
         self.cache.layout()
+    }
+
+    /// The cache, if it is on a device: its bytes are reached through a lane, and by none of the passes below.
+    pub(crate) const fn device(&self) -> Option<&DeviceKvCache> {
+        self.cache.device()
     }
 
     pub(crate) const fn shard(&self) -> Shard {
@@ -104,7 +129,7 @@ impl Caches {
         heads.len() as u64 * shape.run_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>()
     }
 
-    /// Takes the pages of the blocks in some of the model's layers for reading. The engine's own memory has no guards.
+    /// Takes the pages of the blocks in some of the model's layers for reading. The engine's own memory, and a device's, have no guards.
     pub(crate) fn guard_read(&self, blocks: &[BlockId], layers: Range<u16>) -> Result<Option<PageGuards>, String> {
         let layers = self.local(layers);
         self.guard(blocks, |cache| cache.guard_read(blocks, layers).map_err(|error| error.to_string()))
@@ -123,7 +148,7 @@ impl Caches {
     ) -> Result<Option<PageGuards>, String> {
         match &self.cache {
             KvCache::Host(cache) => take(cache).map(Some),
-            KvCache::Raw(_) => {
+            KvCache::Raw(_) | KvCache::Device(_) => {
                 let pool = self.layout().shape().blocks;
                 match blocks.iter().find(|block| block.get() >= pool) {
                     Some(block) => Err(format!("block {block} is outside the cache's {pool} blocks")),

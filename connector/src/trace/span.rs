@@ -29,6 +29,8 @@ pub enum Kind {
     Land,
     /// The digest of what landed was computed.
     Verify,
+    /// What landed was copied on to a device's pages, until it was there.
+    Upload,
     /// A block was copied to the tier.
     WriteBack,
     /// A block was brought from the tier, or found to be there.
@@ -37,7 +39,7 @@ pub enum Kind {
 
 impl Kind {
     /// All, in the order of their tracks.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Step,
         Self::Compute,
         Self::Wait,
@@ -47,6 +49,7 @@ impl Kind {
         Self::Load,
         Self::Land,
         Self::Verify,
+        Self::Upload,
         Self::WriteBack,
         Self::Bring,
     ];
@@ -64,6 +67,7 @@ impl Kind {
             Self::Load => "load",
             Self::Land => "land",
             Self::Verify => "verify",
+            Self::Upload => "upload",
             Self::WriteBack => "write-back",
             Self::Bring => "bring",
         }

@@ -20,6 +20,7 @@ use kvferry_kernels::cuda::{DevicePtr, Geometry, Kernel};
 use crate::error::{Fault, SimError};
 use crate::ffi::{self, Entry, Place, Site};
 use crate::kernel::Arguments;
+use crate::late::Access;
 use crate::memory::Allocation;
 use crate::schedule::Ready;
 use crate::shared::{MOST_BYTES, Shared};
@@ -32,6 +33,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) arguments: &'a Arguments,
     /// By rising address.
     pub(crate) allocations: &'a [Arc<Allocation>],
+    /// Whether blocks tell which bytes they used.
+    pub(crate) logs: bool,
 }
 
 /// A block while it runs.
@@ -51,6 +54,7 @@ pub(crate) struct Block<'a> {
     shared: RefCell<Shared>,
     /// The allocation that the last access was in; the next one mostly is in the same.
     last: Cell<usize>,
+    accesses: RefCell<Vec<Access>>,
 }
 
 struct Thread {
@@ -120,8 +124,8 @@ const WARP: usize = 32;
 /// Kernels keep little on their stacks; a guard page is below.
 const STACK_BYTES: usize = 64 << 10;
 
-/// Runs one block of a launch.
-pub(crate) fn run(launch: &Launch<'_>, index: u32, seed: u64) -> Result<(), SimError> {
+/// Runs one block of a launch; returns which bytes it used, if the launch asks for that.
+pub(crate) fn run(launch: &Launch<'_>, index: u32, seed: u64) -> Result<Vec<Access>, SimError> {
     let Kept { mut stacks, mut shared } = KEPT.take();
     shared.begin(launch.geometry.shared_bytes.into());
     let block = Block::new(launch, index, seed, shared);
@@ -137,10 +141,10 @@ pub(crate) fn run(launch: &Launch<'_>, index: u32, seed: u64) -> Result<(), SimE
         }
         stacks.push(fiber.into_stack());
     }
-    let Block { threads, fault, shared, .. } = block;
+    let Block { threads, fault, shared, accesses, .. } = block;
     KEPT.set(Kept { stacks, shared: shared.into_inner() });
     match fault.into_inner() {
-        None => Ok(()),
+        None => Ok(accesses.into_inner()),
         Some((thread, fault)) => {
             let Place { thread, block, .. } = threads[thread].place;
             Err(SimError::Fault { kernel: launch.kernel, block, thread, fault })
@@ -192,6 +196,7 @@ impl<'a> Block<'a> {
             fault: RefCell::new(None),
             shared: RefCell::new(shared),
             last: Cell::new(0),
+            accesses: RefCell::default(),
         }
     }
 
@@ -367,6 +372,9 @@ impl<'a> Block<'a> {
         let at = DevicePtr::new(address);
         if !address.is_multiple_of(alignment) {
             self.fail(Fault::Misaligned { at, alignment });
+        }
+        if self.launch.logs {
+            self.accesses.borrow_mut().push(Access { bytes: address..address.saturating_add(bytes), write });
         }
         let allocations = self.launch.allocations;
         if let Some(found) = allocations.get(self.last.get()).and_then(|last| last.resolve(address, bytes)) {

@@ -11,6 +11,9 @@
 //! * A barrier that not all threads reach, or a shuffle that not all its lanes take part in, is a [`Fault`] that tells where
 //!   each thread stands.
 //!
+//! [`LateDevice`] is a whole device behind `kvferry_kernels::device`: streams, events and copies too, which run late and in random
+//! order, and a check that every access is ordered after what it conflicts with.
+//!
 //! What it does not show: the order in which a device's memory makes writes visible to other blocks, and speed.
 #![deny(unsafe_code)]
 
@@ -18,11 +21,13 @@ mod block;
 mod error;
 mod ffi;
 mod kernel;
+mod late;
 mod memory;
 mod schedule;
 mod shared;
 mod stream;
 
 pub use error::{Fault, SimError};
+pub use late::{LateDevice, LateError};
 pub use memory::{SimDevice, SimMemory};
 pub use stream::SimStream;

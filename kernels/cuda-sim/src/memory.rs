@@ -82,6 +82,29 @@ impl SimDevice {
         SimStream::new(self.clone(), seed)
     }
 
+    /// The host's address of so many bytes of the device's, if they are all in one allocation.
+    pub(crate) fn host_address(&self, at: DevicePtr, bytes: u64) -> Option<*mut u8> {
+        let all = self.allocations.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().find_map(|one| one.resolve(at.get(), bytes))
+    }
+
+    /// Writes memory that nothing uses; `false` if it is not there.
+    pub(crate) fn put(&self, at: DevicePtr, bytes: &[u8]) -> bool {
+        let Some(target) = self.host_address(at, bytes.len() as u64) else { return false };
+        // SAFETY: so many bytes are allocated there, and who runs the device's queues does not do so meanwhile.
+        unsafe { target.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        true
+    }
+
+    /// Reads memory that nothing writes; `None` if it is not there.
+    pub(crate) fn get(&self, at: DevicePtr, bytes: usize) -> Option<Vec<u8>> {
+        let source = self.host_address(at, bytes as u64)?;
+        let mut out = vec![0; bytes];
+        // SAFETY: as for `put`; allocations are initialised from the first.
+        unsafe { source.copy_to_nonoverlapping(out.as_mut_ptr(), bytes) };
+        Some(out)
+    }
+
     /// All that is allocated, by rising address.
     pub(crate) fn allocations(&self) -> Vec<Arc<Allocation>> {
         self.allocations.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use crate::block::{self, Launch};
 use crate::error::SimError;
 use crate::kernel::{Arguments, Code};
+use crate::late::Access;
 use crate::memory::{Allocation, SimDevice, SimMemory};
 use crate::schedule::Random;
 use crate::shared;
@@ -80,35 +81,64 @@ impl SimStream {
                 Entry::Upload { to, bytes } => to.fill(&bytes),
                 Entry::Launch { kernel, code, geometry, arguments } => {
                     let seed = queue.random.next();
-                    queue.failed = self.run(kernel, &code, geometry, &arguments, seed).err();
+                    let allocations = self.device.allocations();
+                    let launch = launch_of(&allocations, kernel, &code, geometry, &arguments, false);
+                    let blocks = order_of(geometry, seed).into_par_iter();
+                    let ran = blocks.try_for_each(|(index, seed)| block::run(&launch, index, seed).map(drop));
+                    queue.failed = ran.err();
                 }
             }
         }
         queue.failed.clone().map_or(Ok(()), Err)
     }
-
-    /// Runs the blocks of one launch, in random order, on all threads of the host.
-    fn run(
-        &self,
-        kernel: Kernel,
-        code: &Code,
-        geometry: Geometry,
-        arguments: &Arguments,
-        seed: u64,
-    ) -> Result<(), SimError> {
-        let allocations = self.device.allocations();
-        let launch = Launch { kernel, entry: code.entry, geometry, arguments, allocations: &allocations };
-        let count = geometry.blocks.iter().product::<u32>();
-        let mut order: Vec<u32> = (0..count).collect();
-        let mut random = Random::new(seed);
-        for at in (1..count).rev() {
-            order.swap(at as usize, random.below(at + 1) as usize);
-        }
-        order
-            .into_par_iter()
-            .try_for_each(|index| block::run(&launch, index, Random::new(seed ^ u64::from(index)).next()))
-    }
 }
+
+/// What is launched, on which device.
+fn launch_of<'a>(
+    allocations: &'a [Arc<Allocation>],
+    kernel: Kernel,
+    code: &Code,
+    geometry: Geometry,
+    arguments: &'a Arguments,
+    logs: bool,
+) -> Launch<'a> {
+    Launch { kernel, entry: code.entry, geometry, arguments, allocations, logs }
+}
+
+/// A launch's blocks in random order, each with a seed of its own.
+fn order_of(geometry: Geometry, seed: u64) -> Vec<(u32, u64)> {
+    let count = geometry.blocks.iter().product::<u32>();
+    let mut order: Vec<u32> = (0..count).collect();
+    let mut random = Random::new(seed);
+    for at in (1..count).rev() {
+        order.swap(at as usize, random.below(at + 1) as usize);
+    }
+    order.into_iter().map(|index| (index, Random::new(seed ^ u64::from(index)).next())).collect()
+}
+
+/// Runs a launch and tells which bytes of the device's memory it used.
+pub(crate) fn run_logged(
+    device: &SimDevice,
+    kernel: Kernel,
+    code: &Code,
+    geometry: Geometry,
+    arguments: &Arguments,
+    seed: u64,
+) -> Result<Vec<Access>, SimError> {
+    let allocations = device.allocations();
+    let launch = launch_of(&allocations, kernel, code, geometry, arguments, true);
+    let order = order_of(geometry, seed);
+    let run = |(index, seed)| block::run(&launch, index, seed);
+    // To wake other threads takes longer than a few small blocks do.
+    let logs: Vec<Vec<Access>> = match order.len() {
+        0..=FEW_BLOCKS => order.into_iter().map(run).collect::<Result<_, _>>()?,
+        _ => order.into_par_iter().map(run).collect::<Result<_, _>>()?,
+    };
+    Ok(logs.concat())
+}
+
+/// So many blocks run on the thread that asks.
+const FEW_BLOCKS: usize = 4;
 
 impl Launcher for SimStream {
     type Error = SimError;
@@ -132,7 +162,7 @@ impl Launcher for SimStream {
 }
 
 /// The limits are those of every device. Source: CUDA C++ Programming Guide, table of compute capabilities.
-fn check(kernel: Kernel, geometry: Geometry) -> Result<(), SimError> {
+pub(crate) fn check(kernel: Kernel, geometry: Geometry) -> Result<(), SimError> {
     let refuse = |problem: String| Err(SimError::Geometry { kernel, problem });
     let product =
         |sizes: [u32; 3]| sizes.iter().try_fold(1_u32, |all, &size| all.checked_mul(size)).unwrap_or(u32::MAX);

@@ -155,7 +155,7 @@ impl CopyJob {
     /// [`CopyJob::tables`] are at `tables`, and the regions and the digest's place are what the caller said. Until the queue is
     /// past the launch all of that stays allocated, nobody writes what is read, and nobody else uses what is written.
     #[expect(unsafe_code, reason = "the kernel follows addresses that the caller vouches for")]
-    pub unsafe fn launch<L: Launcher>(
+    pub unsafe fn launch<L: Launcher + ?Sized>(
         &self,
         on: &L,
         tables: DevicePtr,

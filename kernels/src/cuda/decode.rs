@@ -195,7 +195,7 @@ impl DecodeJob {
     /// row sees are in the cache, and [`DecodeJob::workspace_bytes`] are allocated at `workspace`, aligned to 16. Until the
     /// queue is past the launch nobody writes what is read, and nobody else uses the workspace and the output.
     #[expect(unsafe_code, reason = "the kernels follow addresses that the caller vouches for")]
-    pub unsafe fn launch<L: Launcher>(&self, on: &L, workspace: DevicePtr) -> Result<(), L::Error> {
+    pub unsafe fn launch<L: Launcher + ?Sized>(&self, on: &L, workspace: DevicePtr) -> Result<(), L::Error> {
         if self.rows == 0 {
             return Ok(());
         }

@@ -159,6 +159,28 @@ impl CudaDevice {
         CudaQueue { device: Arc::clone(self), stream }
     }
 
+    /// Which device of the driver's it is, from 0.
+    #[must_use]
+    pub fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
+
+    /// Allocates device memory; its bytes are undefined.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn allocate(self: &Arc<Self>, bytes: usize) -> Result<CudaMemory, CudaError> {
+        self.bind()?;
+        // SAFETY: the device's context is current.
+        let start = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(failed("allocating device memory"))?;
+        Ok(CudaMemory { device: Arc::clone(self), start, bytes })
+    }
+
+    /// Makes the device the calling thread's.
+    pub(crate) fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(failed("making the device current"))
+    }
+
     fn function(&self, kernel: Kernel) -> Result<Function, CudaError> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(&known) = functions.get(&kernel) {
@@ -181,10 +203,8 @@ impl CudaQueue {
     /// # Errors
     /// [`CudaError::Driver`].
     pub fn upload(&self, bytes: &[u8]) -> Result<CudaMemory, CudaError> {
-        self.bind()?;
-        // SAFETY: the device's context is current.
-        let start = unsafe { result::malloc_sync(bytes.len().max(1)) }.map_err(failed("allocating device memory"))?;
-        let memory = CudaMemory { device: Arc::clone(&self.device), start, bytes: bytes.len() };
+        let memory = self.device.allocate(bytes.len())?;
+        let start = memory.start;
         // SAFETY: that many bytes are allocated; pageable memory has been read when the call returns.
         unsafe { result::memcpy_htod_async(start, bytes, self.stream.cu_stream()) }
             .map_err(failed("copying to the device"))?;
@@ -213,8 +233,19 @@ impl CudaQueue {
         self.stream.synchronize().map_err(failed("waiting for a stream"))
     }
 
+    /// The driver's stream.
+    pub(crate) fn raw(&self) -> sys::CUstream {
+        self.stream.cu_stream()
+    }
+
     fn bind(&self) -> Result<(), CudaError> {
-        self.device.context.bind_to_thread().map_err(failed("making the device current"))
+        self.device.bind()
+    }
+}
+
+impl fmt::Debug for CudaQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaQueue").field("device", &self.device).finish_non_exhaustive()
     }
 }
 

@@ -38,6 +38,12 @@ impl DeviceRegions {
         Self(regions)
     }
 
+    /// Where a region begins.
+    #[must_use]
+    pub fn start(&self, index: usize) -> Option<DevicePtr> {
+        self.0.get(index).map(|&(start, _)| start)
+    }
+
     pub(super) fn region(&self, region: RegionId) -> Option<(DevicePtr, u64)> {
         self.0.get(region.get() as usize).copied()
     }

@@ -116,7 +116,7 @@ impl StoreJob {
     /// the cache, and no two are the same. Until the queue is past the launch nobody writes the rows and slots, and nobody else
     /// uses the slots' memory.
     #[expect(unsafe_code, reason = "the kernel follows addresses that the caller vouches for")]
-    pub unsafe fn launch<L: Launcher>(&self, on: &L) -> Result<(), L::Error> {
+    pub unsafe fn launch<L: Launcher + ?Sized>(&self, on: &L) -> Result<(), L::Error> {
         if self.params.tokens == 0 {
             return Ok(());
         }

@@ -3,18 +3,20 @@
 //! It waits for the transport's events. Commands of the model thread and finished jobs of the movers come through one bounded
 //! channel ([`Inlet`]) and end that wait. Nothing else here blocks; `revoke` waits for one system call.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver as Inbox, Sender as Outbox};
+use kvferry_kernels::device::Lane;
 use kvferry_protocol::message::{Abort, EngineBytes, Message, Reason, Verdict};
 use kvferry_protocol::transfer::{Early, EarlyConfig, InputError, Time};
 use kvferry_protocol::{PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PeerAddress, Transport};
 
 use super::card::WorkerCard;
+use super::device::Staging;
 use super::ended::Ended;
 use super::inlet::Inlet;
 use super::jobs::Movers;
@@ -28,6 +30,7 @@ use super::returning::Taking;
 use super::sending::Sending;
 use super::slabs::SlabPool;
 use super::unheard::Unheard;
+use super::uploading::WaitingGrant;
 use super::{Board, Command, INPUTS, Input};
 use crate::config::ConnectorConfig;
 use crate::contract::{self, Cancel, RequestId};
@@ -38,6 +41,10 @@ use crate::pd::caches::Caches;
 pub(super) struct Driver {
     pub(super) config: ConnectorConfig,
     pub(super) caches: Caches,
+    /// Where peers' writes land on their way to a device.
+    pub(super) staging: Option<Arc<Staging>>,
+    /// Grants that wait for room there, who asked first in front.
+    pub(super) waiting_grants: VecDeque<WaitingGrant>,
     pub(super) transport: Arc<dyn Transport>,
     pub(super) board: Arc<Board>,
     pub(super) movers: Movers,
@@ -76,6 +83,9 @@ pub(super) struct Memories {
     pub(super) caches: Caches,
     pub(super) keeping: Option<Keeping>,
     pub(super) slabs: Arc<SlabPool>,
+    /// If the caches are on a device: where writes land on their way, and the movers' lanes.
+    pub(super) staging: Option<Arc<Staging>>,
+    pub(super) lanes: Vec<Lane>,
 }
 
 /// Where a driver speaks to: itself by way of other threads, and the engine.
@@ -111,9 +121,9 @@ impl Driver {
         outlets: Outlets<'_>,
     ) -> Self {
         let Outlets { inputs, wake, messages } = outlets;
-        let Memories { caches, keeping, slabs } = memories;
+        let Memories { caches, keeping, slabs, staging, lanes } = memories;
         let tier = keeping.as_ref().map(|keeping| &keeping.memory);
-        let movers = Movers::start(config.limits().movers.get().into(), &caches, tier, inputs, &board.tracer);
+        let movers = Movers::start(config.limits().movers.get().into(), (&caches, tier, lanes), inputs, &board.tracer);
         let posting = Posting::new(config.limits(), slabs);
         let early = Early::new(EarlyConfig {
             max_messages: EARLY_MESSAGES,
@@ -124,6 +134,8 @@ impl Driver {
         Self {
             config,
             caches,
+            staging,
+            waiting_grants: VecDeque::new(),
             transport,
             board,
             movers,
@@ -157,6 +169,7 @@ impl Driver {
             // What is sent from here on ends the next wait before it begins.
             inputs.try_iter().take(INPUTS).for_each(|input| self.take(input));
             self.expire();
+            self.push_grants();
             self.push_posts();
             self.push_stores();
             self.unheard.hand_over(&self.messages);
@@ -188,14 +201,14 @@ impl Driver {
 
     fn command(&mut self, command: Command) {
         match command {
-            Command::Load(load) => self.load(load),
+            Command::Load(load, after) => self.load(load, after),
             Command::Lease(save) => self.lease(save),
-            Command::Computed(handed) => self.computed(&handed),
+            Command::Computed(handed, after) => self.computed(&handed, after),
             Command::Cancel(cancel) => self.cancel(&cancel),
             Command::Keep(stores) => self.keep(stores),
             Command::Restore(restore) => self.restore(restore),
             Command::Hurry(requests) => self.hurry(&requests),
-            Command::Return(returns) => self.give_back(returns),
+            Command::Return(returns, after) => self.give_back(returns, &after),
             Command::Take(take) => self.take_in(take),
             Command::Refuse(refuse) => self.refuse(&refuse),
             Command::Preempt(requests, done) => {
@@ -390,6 +403,11 @@ impl Driver {
         let (used, limit) = self.posting.slab_bytes();
         metrics.slab_pool_used_bytes.set(used);
         metrics.slab_pool_limit_bytes.set(limit);
+        if let Some(staging) = &self.staging {
+            let (used, limit) = staging.usage();
+            metrics.staging_used_bytes.set(used);
+            metrics.staging_limit_bytes.set(limit);
+        }
         if let Some(keeping) = &self.keeping {
             let (limit, queued) = keeping.usage();
             metrics.tier_limit_bytes.set(limit);

@@ -4,15 +4,18 @@
 //! driver has out: it counts its jobs and asks for no more than [`Movers::LIMIT`].
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, select};
+use kvferry_kernels::device::{Event, Lane};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{CopyPlan, Selection};
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::{BlockId, Generation, TransferId};
 
 use super::Input;
+use super::device::{Shipment, Staged, Upload, in_full};
 use super::inlet::Inlet;
 use super::slabs::PooledSlab;
 use crate::pd::caches::Caches;
@@ -32,10 +35,16 @@ pub(super) enum Job {
         /// The request's blocks, from token 0.
         blocks: Vec<BlockId>,
     },
-    /// Digest what a write left in this worker's pages.
+    /// Digest what a write will carry and pack it, on a device and from there into the slab.
+    Ship(Shipment),
+    /// Bring what landed and was verified to a device's pages.
+    Upload(Upload),
+    /// Digest what a write left in this worker's pages, or in staging on its way there.
     Verify {
         /// Whose.
         write: WriteKey,
+        /// The frames in which it landed, if it did not in the pages.
+        staged: Option<Arc<Staged>>,
         /// The request's blocks.
         blocks: Vec<BlockId>,
         /// The place in the sequence of the first block's first token.
@@ -93,6 +102,10 @@ pub(super) struct WriteKey {
 pub(super) enum JobDone {
     /// Ready to be posted.
     Prepared { write: WriteKey, plan: CopyPlan, slab: Option<PooledSlab>, digest: Result<Digest, String> },
+    /// What landed is on its way to a device's pages, or it is known that it will not be.
+    Uploading { write: WriteKey, rect: Rect, begun: Result<Arc<dyn Event>, String> },
+    /// It is there, or nothing brings it there any more.
+    Uploaded { write: WriteKey, ended: Result<(), String> },
     /// The digest of what landed.
     Verified { write: WriteKey, digest: Result<Digest, String> },
     /// The digest of what landed in the tier's memory.
@@ -114,15 +127,23 @@ impl Movers {
     /// The most jobs that are out at once: more would only wait here instead of with the driver.
     pub(super) const LIMIT: usize = 1024;
 
-    pub(super) fn start(count: usize, caches: &Caches, tier: Option<&Caches>, done: &Inlet, tracer: &Tracer) -> Self {
+    /// Starts `count` threads; where the cache is on a device each has a lane.
+    pub(super) fn start(
+        count: usize,
+        memory: (&Caches, Option<&Caches>, Vec<Lane>),
+        done: &Inlet,
+        tracer: &Tracer,
+    ) -> Self {
+        let (caches, tier, lanes) = memory;
+        let mut lanes = lanes.into_iter();
         let (jobs, queue) = bounded(Self::LIMIT);
         let (small, small_queue) = bounded(count);
         let thread = |index: usize| {
-            let memory = Memory { caches: caches.clone(), tier: tier.cloned() };
+            let mut memory = Memory { caches: caches.clone(), tier: tier.cloned(), lane: lanes.next() };
             let (queue, small, done, tracer) = (queue.clone(), small_queue.clone(), done.clone(), tracer.clone());
             std::thread::Builder::new()
                 .name(format!("kvferry-move-{index}"))
-                .spawn(move || run(&memory, &queue, &small, &done, &tracer))
+                .spawn(move || run(&mut memory, &queue, &small, &done, &tracer))
                 .expect("the system has a thread to spare")
         };
         Self { jobs: Some(jobs), small: Some(small), threads: (0..count).map(thread).collect() }
@@ -156,15 +177,23 @@ impl Drop for Movers {
 struct Memory {
     caches: Caches,
     tier: Option<Caches>,
+    /// The way to the caches, if they are on a device.
+    lane: Option<Lane>,
 }
 
 impl Memory {
     fn tier(&self) -> Result<&Caches, String> {
         self.tier.as_ref().ok_or_else(|| "this worker has no tier".to_owned())
     }
+
+    /// The lane, and the caches to which it leads.
+    fn lane(&mut self) -> Result<(&mut Lane, &Caches), String> {
+        let lane = self.lane.as_mut().ok_or_else(|| "this worker's cache is on no device".to_owned())?;
+        Ok((lane, &self.caches))
+    }
 }
 
-fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Inlet, tracer: &Tracer) {
+fn run(memory: &mut Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: &Inlet, tracer: &Tracer) {
     loop {
         let job = match queue.try_recv() {
             Ok(job) => job,
@@ -181,7 +210,10 @@ fn run(memory: &Memory, queue: &Receiver<Job>, small: &Receiver<TierJob>, done: 
             },
         };
         let (began, span) = (tracer.start(), tracer.is_on().then(|| job.span(&memory.caches)));
-        let result = perform(memory, job);
+        let result = match job {
+            Job::Upload(upload) => upload_all(memory, upload, done),
+            job => perform(memory, job),
+        };
         if let (Some(began), Some(span)) = (began, span) {
             tracer.record(|| span(began));
         }
@@ -200,6 +232,11 @@ impl Job {
         };
         let (kind, write, rect, bytes) = match self {
             Self::Prepare { write, plan, .. } => (Kind::Pack, Some(*write), of_plan(plan), plan.bytes()),
+            Self::Ship(Shipment { write, plan, .. }) => (Kind::Pack, Some(*write), of_plan(plan), plan.bytes()),
+            Self::Upload(Upload { write, rect, staged, .. }) => {
+                let bytes = rect.cells() * staged.caches.bytes_per_cell(&staged.caches.heads());
+                (Kind::Upload, Some(*write), Some(*rect), bytes)
+            }
             Self::Verify { write, rect, heads, .. } => {
                 (Kind::Verify, Some(*write), Some(*rect), rect.cells() * caches.bytes_per_cell(heads))
             }
@@ -217,9 +254,35 @@ impl Job {
     }
 }
 
-fn perform(memory: &Memory, job: Job) -> JobDone {
+/// Brings what landed to a device's pages: says so when that has begun, for who waits for a layer, and waits until it is done.
+fn upload_all(memory: &mut Memory, upload: Upload, done: &Inlet) -> JobDone {
+    let Upload { write, rect, .. } = upload;
+    let begun = memory.lane().and_then(|(lane, caches)| upload.begin(lane, caches));
+    let event = begun.as_ref().ok().map(Arc::clone);
+    // If the driver is gone nobody waits for the layer, but the frames must stay until they are read.
+    let _ = done.send(Input::Job(JobDone::Uploading { write, rect, begun }));
+    let ended = event.map_or(Ok(()), |event| event.wait().map_err(|error| in_full(&error)));
+    // The frames are free before the driver hears of it, which looks for free ones then.
+    drop(upload);
+    JobDone::Uploaded { write, ended }
+}
+
+fn perform(memory: &mut Memory, job: Job) -> JobDone {
+    let job = match job {
+        Job::Ship(mut shipment) => {
+            let gathered = memory.lane().and_then(|(lane, caches)| shipment.gather(lane, caches));
+            let Shipment { write, plan, slab, .. } = shipment;
+            let (plan, digest) = match gathered {
+                Ok((plan, digest)) => (plan, Ok(digest)),
+                Err(problem) => (plan, Err(problem)),
+            };
+            return JobDone::Prepared { write, plan, slab: Some(slab), digest };
+        }
+        job => job,
+    };
     let caches = &memory.caches;
     match job {
+        Job::Ship(_) | Job::Upload(_) => unreachable!("they are done by a lane"),
         Job::Tier(job) => {
             let digest = memory.tier().and_then(|tier| match job.direction {
                 Direction::Store => caches.copy_to(tier, &job.plan),
@@ -243,9 +306,13 @@ fn perform(memory: &Memory, job: Job) -> JobDone {
             let digest = caches.digest(&blocks, 0, plan.selection());
             JobDone::Prepared { write, plan, slab: None, digest }
         }
-        Job::Verify { write, blocks, first_token, rect, heads } => {
+        Job::Verify { write, staged, blocks, first_token, rect, heads } => {
             let selection = Selection { layers: rect.layers(), heads, tokens: rect.tokens() };
-            JobDone::Verified { write, digest: caches.digest(&blocks, first_token, &selection) }
+            let digest = match staged {
+                Some(staged) => staged.caches.digest(&staged.frames, staged.first_token, &selection),
+                None => caches.digest(&blocks, first_token, &selection),
+            };
+            JobDone::Verified { write, digest }
         }
     }
 }

@@ -10,6 +10,7 @@ use kvferry_protocol::layout::{readers_of, sources_of};
 use kvferry_protocol::transfer::{Rect, Sender, SenderConfig};
 use kvferry_protocol::{PeerId, TpRank, TransferId};
 
+use super::device::After;
 use super::driver::{Driver, Side};
 use super::sending::{PartTo, Sending};
 use super::step::Handed;
@@ -176,9 +177,14 @@ impl Driver {
     }
 
     /// Some tokens of some layers are in the cache.
-    pub(super) fn computed(&mut self, handed: &Handed) {
-        for part in self.parts_of_lease(handed.transfer) {
-            self.part_computed(part, handed);
+    pub(super) fn computed(&mut self, handed: &Handed, after: Result<After, String>) {
+        match after {
+            Ok(after) => {
+                for part in self.parts_of_lease(handed.transfer) {
+                    self.part_computed(part, handed, &after);
+                }
+            }
+            Err(problem) => self.fail_lease(handed.transfer, &problem),
         }
     }
 

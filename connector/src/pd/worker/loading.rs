@@ -12,6 +12,7 @@ use kvferry_protocol::message::{self, EngineBytes, Message, Reason, Verdict};
 use kvferry_protocol::transfer::{Coverage, Parts, PartsEnd, PartsStep, Receiver, ReceiverConfig, Rect};
 use kvferry_protocol::{BlockId, TpRank, TransferId};
 
+use super::device::After;
 use super::driver::{Driver, Side};
 use super::progress::Ended;
 use super::receiving::{PartFrom, Receiving};
@@ -33,6 +34,8 @@ pub(super) struct Loading {
     tokens: Range<u32>,
     layerwise: bool,
     started: bool,
+    /// When the engine's own work on the pages is over, where a device does it.
+    pub(super) after: After,
     /// Write guards over the pages that are not verified yet.
     guards: Option<PageGuards>,
     /// How far the parts are, and why the first failed that did.
@@ -61,7 +64,7 @@ impl Loading {
 
 impl Driver {
     /// Begins a load.
-    pub(super) fn load(&mut self, load: Load) {
+    pub(super) fn load(&mut self, load: Load, after: Result<After, String>) {
         let parts = match self.parts_from(&load) {
             Ok(parts) if load.tokens.is_empty() => return self.nothing_to_load(&load, &parts),
             Ok(parts) => parts,
@@ -72,7 +75,7 @@ impl Driver {
             let problem = format!("transfer {} is being received already; draw a new id for each", load.transfer);
             return self.refuse_load(&load, problem);
         }
-        if let Err(problem) = self.begin_load(&load, &parts) {
+        if let Err(problem) = after.and_then(|after| self.begin_load(&load, &parts, after)) {
             self.let_go(&parts, &Verdict::failed(Reason::Engine, problem.as_str()));
             return self.refuse_load(&load, problem);
         }
@@ -116,7 +119,7 @@ impl Driver {
         self.loads.contains_key(&load.transfer) || parts.iter().any(known)
     }
 
-    fn begin_load(&mut self, load: &Load, parts: &[PartFrom]) -> Result<(), String> {
+    fn begin_load(&mut self, load: &Load, parts: &[PartFrom], after: After) -> Result<(), String> {
         let began = self.now();
         let limit = self.config.limits().max_transfers.get() as usize;
         if self.receiving.len() + parts.len() > limit {
@@ -153,6 +156,7 @@ impl Driver {
             tokens: load.tokens.clone(),
             layerwise: load.layerwise,
             started: false,
+            after,
             guards,
             progress,
         };

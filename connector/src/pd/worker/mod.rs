@@ -5,7 +5,7 @@
 //! | the engine's model thread | calls [`Worker`]; never touches the network | `wait_layer`: the driver |
 //! | the transport's | digests what it carries, where it can | the sockets |
 //! | driver | owns every transfer's machine | the transport's events; what is sent to it ends that wait |
-//! | movers | gather, digest; copy to the tier when nothing else waits | their job queues |
+//! | movers | gather, digest; copy to the tier when nothing else waits | their job queues; a device, if the cache is on one |
 //! | keep, bring | calls the tier, which may wait | their queues |
 //!
 //! Lock order: the board's locks are leaves; no other lock is taken under one.
@@ -13,6 +13,7 @@
 mod card;
 #[cfg(feature = "testing")]
 pub mod decoders;
+mod device;
 mod driver;
 mod ended;
 mod events;
@@ -34,6 +35,7 @@ mod slabs;
 mod step;
 mod tier_threads;
 mod unheard;
+mod uploading;
 mod watching;
 mod window;
 
@@ -45,6 +47,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
+use kvferry_kernels::device::Stream;
 use kvferry_protocol::layout::{KvShape, Shard};
 use kvferry_protocol::manifest::Manifest;
 use kvferry_protocol::{LayerId, PeerId, TpRank, TransferId};
@@ -52,6 +55,7 @@ use kvferry_transport::{PeerAddress, Transport};
 
 use card::card;
 pub use card::{Refusal, greeting};
+use device::{After, Staging, in_full, lanes};
 use driver::{Driver, Memories, Outlets};
 use groups::LinkRate;
 use inlet::Inlet;
@@ -103,6 +107,8 @@ pub struct PdWorker {
     returns: Vec<Return>,
     wakes: Receiver<()>,
     transport: Arc<dyn Transport>,
+    /// Where the engine computes, if its cache is on a device.
+    stream: Option<Arc<dyn Stream>>,
     /// Until it was shut down.
     driver: Option<JoinHandle<()>>,
 }
@@ -154,11 +160,11 @@ enum Input {
 #[derive(Debug)]
 enum Command {
     /// Start a load.
-    Load(Load),
+    Load(Load, Result<After, String>),
     /// A request whose KV a peer wants is being computed: hold its blocks for the transfer.
     Lease(Save),
-    /// Part of its KV is in the cache.
-    Computed(Handed),
+    /// Part of its KV is in the cache, or will be.
+    Computed(Handed, Result<After, String>),
     /// End a transfer.
     Cancel(Cancel),
     /// Copy complete blocks to the tier, when there is time.
@@ -168,7 +174,7 @@ enum Command {
     /// Requests are over: their blocks are kept soon, or not.
     Hurry(Vec<RequestId>),
     /// Send complete blocks of answers back.
-    Return(Vec<Return>),
+    Return(Vec<Return>, Result<After, String>),
     /// Take a peer's blocks into the tier.
     Take(Take),
     /// Say that they are not wanted.
@@ -234,12 +240,20 @@ impl PdWorker {
         tracer: Tracer,
     ) -> Result<Self, ConnectorError> {
         let card = card(&parts.config, &parts.manifest, parts.shard, parts.cache.layout())?;
+        let limits = parts.config.limits();
+        if parts.cache.device().is_some() && tier.is_some() {
+            let problem = "a tier cannot be filled from a device's memory yet; write tier_bytes = 0".to_owned();
+            return Err(ConnectorError::Caches { problem });
+        }
+        let staging = Staging::new(&parts.cache, parts.shard, limits, &*transport)?;
         let regions = crate::raw::register(&*transport, &parts.cache, 0)?;
         if let Some(tier) = &tier {
             // A peer's blocks land in it directly.
             crate::raw::register(&*transport, &tier.memory().clone().into(), regions)?;
         }
-        let slabs = SlabPool::of(parts.config.limits(), &*transport)?;
+        let slabs = SlabPool::of(limits, &parts.cache, &*transport)?;
+        let lanes = parts.cache.device().map_or_else(|| Ok(Vec::new()), |cache| lanes(cache, limits))?;
+        let stream = parts.cache.device().map(|cache| Arc::clone(cache.stream()));
         let tp_rank = parts.config.peer().tp_rank;
         let caches = Caches::new(parts.cache, parts.shard);
         let board = Arc::new(Board {
@@ -257,7 +271,7 @@ impl PdWorker {
         let keeping = tier.map(|tier| keeping(tier, &caches, &inputs)).transpose()?;
         let driver = Driver::new(
             parts.config,
-            Memories { caches, keeping, slabs },
+            Memories { caches, keeping, slabs, staging, lanes },
             card,
             Arc::clone(&transport),
             Arc::clone(&board),
@@ -281,6 +295,7 @@ impl PdWorker {
             returns: Vec::new(),
             wakes,
             transport,
+            stream,
             driver: Some(driver),
         })
     }
@@ -323,8 +338,34 @@ impl PdWorker {
             let _ = self.command(Command::Keep(stores));
         }
         if !returns.is_empty() {
-            let _ = self.command(Command::Return(returns));
+            let _ = self.command(Command::Return(returns, self.mark()));
         }
+    }
+
+    /// Marks what the engine has queued on its device so far; nothing, if there is no device.
+    fn mark(&self) -> Result<After, String> {
+        let event = self.stream.as_ref().map(|stream| stream.record()).transpose();
+        event.map_err(|error| in_full(&error))
+    }
+
+    /// Hands over parts of KV that are in the cache when the engine's queue is where it is now, or already.
+    fn hand_over(&self, ready: Vec<Handed>, queued: bool) -> Result<(), ConnectorError> {
+        if ready.is_empty() {
+            return Ok(());
+        }
+        let after = if queued { self.mark() } else { Ok(None) };
+        ready.into_iter().try_for_each(|handed| self.command(Command::Computed(handed, after.clone())))
+    }
+
+    /// Has the engine's device wait for what is on its way to a layer; `false` if it cannot.
+    fn queue_behind(&self, request: &RequestId, layer: usize) -> bool {
+        let Some(stream) = &self.stream else { return true };
+        let events = self.board.progress.events(request, layer);
+        let queued = events.iter().try_for_each(|event| stream.wait(&**event));
+        if let Err(error) = &queued {
+            tracing::error!(%request, error = in_full(error), "the device does not wait for a layer");
+        }
+        queued.is_ok()
     }
 
     fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {
@@ -387,9 +428,7 @@ impl Worker for PdWorker {
         for save in meta.saves {
             self.command(Command::Lease(save))?;
         }
-        for handed in ready {
-            self.command(Command::Computed(handed))?;
-        }
+        self.hand_over(ready, true)?;
         for restore in meta.tier.restores {
             self.command(Command::Restore(restore))?;
         }
@@ -416,7 +455,12 @@ impl Worker for PdWorker {
         if self.board.progress.is_closed() {
             return Err(ConnectorError::Ended);
         }
-        loads.into_iter().try_for_each(|load| self.command(Command::Load(load)))
+        if loads.is_empty() {
+            return Ok(());
+        }
+        // The pages may be somebody's whose last kernel has not run.
+        let after = self.mark();
+        loads.into_iter().try_for_each(|load| self.command(Command::Load(load, after.clone())))
     }
 
     fn wait_layer(&mut self, layer: LayerId) -> Vec<RequestId> {
@@ -430,7 +474,7 @@ impl Worker for PdWorker {
             if let Some(began) = began.filter(|_| waited >= LEAST_WAIT) {
                 self.board.tracer.record(|| Span::since(began, Kind::Wait).request(request));
             }
-            if !ready {
+            if !ready || !self.queue_behind(request, local) {
                 failed.push(request.clone());
             }
         }
@@ -439,15 +483,11 @@ impl Worker for PdWorker {
     }
 
     fn save_layer(&mut self, layer: LayerId, ready: Ready) {
-        match ready {
-            Ready::Now => {}
-        }
+        let queued = ready == Ready::Queued;
         let ready = self.step.layer_saved(layer, || *self.board.link());
         self.step.draw_layers(&self.board.tracer, &ready);
-        for handed in ready {
-            // Fails only when the driver has ended, and then nobody waits for the bytes.
-            let _ = self.command(Command::Computed(handed));
-        }
+        // Fails only when the driver has ended, and then nobody waits for the bytes.
+        let _ = self.hand_over(ready, queued);
     }
 
     fn wait_saved(&mut self) {
@@ -457,9 +497,7 @@ impl Worker for PdWorker {
         }
         self.step.draw_layers(&self.board.tracer, &ready);
         self.step.draw_step(&self.board.tracer);
-        for handed in ready {
-            let _ = self.command(Command::Computed(handed));
-        }
+        let _ = self.hand_over(ready, true);
         self.hand_over_blocks();
     }
 

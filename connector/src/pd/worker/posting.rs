@@ -15,6 +15,7 @@ use kvferry_protocol::transfer::{PostOutcome, Rect};
 use kvferry_protocol::{BlockId, Generation, PeerId, TransferId, codec};
 use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
 
+use super::device::Shipment;
 use super::driver::{Driver, Side};
 use super::jobs::{Job, JobDone, TierJob, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
@@ -48,6 +49,8 @@ struct Pending {
     rect: Rect,
     bytes: u64,
     cancelled: bool,
+    /// What a device gathered, while the transport reads it.
+    slab: Option<PooledSlab>,
 }
 
 /// A write that the transport has.
@@ -147,13 +150,13 @@ impl Driver {
         let (blocks, returns) = (entry.blocks.clone(), entry.returns);
         let direct = || self.transport.direct_run_bytes(&peer);
         let threshold = self.posting.packed_run_bytes.unwrap_or_else(direct);
-        let pack = plan.run_bytes_min() < threshold;
+        let pack = self.caches.device().is_some() || plan.run_bytes_min() < threshold;
         let bytes = plan.bytes();
         let is_cheap =
             || plan.run_bytes_min() >= WindowDigests::MIN_STRETCH_BYTES || plan.runs() <= WindowDigests::FEW_STRETCHES;
         let is_watched = !pack && is_cheap() && self.transport.watches(&peer);
         let watch = is_watched.then(|| self.leaving(write, rect, &peer, &plan)).flatten();
-        self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false });
+        self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false, slab: None });
         let queue = if returns { &mut self.posting.later } else { &mut self.posting.jobs };
         queue.push_back(match watch {
             Some(watch) => Waiting::Direct { write, plan, watch: Arc::new(watch) },
@@ -224,10 +227,30 @@ impl Driver {
         } else {
             None
         };
-        self.movers.submit(Job::Prepare { write, plan, slab, blocks }).map(|job| match job {
-            Job::Prepare { write, plan, blocks, .. } => Waiting::Prepare { write, plan, pack, blocks },
+        let job = match slab {
+            Some(slab) if self.caches.device().is_some() => match self.shipment(write, plan, slab, blocks) {
+                Some(shipment) => Job::Ship(shipment),
+                None => {
+                    self.posted(write, PostOutcome::Lost);
+                    return None;
+                }
+            },
+            slab => Job::Prepare { write, plan, slab, blocks },
+        };
+        self.movers.submit(job).map(|job| match job {
+            Job::Prepare { write, plan, blocks, .. } | Job::Ship(Shipment { write, plan, blocks, .. }) => {
+                Waiting::Prepare { write, plan, pack, blocks }
+            }
             job => Waiting::Ready(job),
         })
+    }
+
+    /// A write out of a device's cache; `None` if its grant is gone.
+    fn shipment(&self, write: WriteKey, plan: CopyPlan, slab: PooledSlab, blocks: Vec<BlockId>) -> Option<Shipment> {
+        let entry = self.sending.get(&write.transfer)?;
+        let rect = self.posting.writes.get(&write)?.rect;
+        let window = entry.window(write.generation, rect)?.shape.clone();
+        Some(Shipment { write, plan, slab, blocks, window, after: entry.after(rect) })
     }
 
     /// Posts a write that is digested on its way out.
@@ -250,19 +273,29 @@ impl Driver {
         match done {
             JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
             JobDone::Verified { write, digest } => self.digested(write, digest),
+            JobDone::Uploading { write, rect, begun } => self.uploading(write, rect, begun),
+            JobDone::Uploaded { write, ended } => self.uploaded(write, ended),
             JobDone::VerifiedTaken { write, digest } => self.taken_digested(write, digest),
             JobDone::Tier { job, digest } => self.tier_job_done(&job, digest),
         }
     }
 
     fn prepared(&mut self, write: WriteKey, plan: &CopyPlan, slab: Option<PooledSlab>, digest: Result<Digest, String>) {
-        let Some(pending) = self.posting.writes.get(&write) else { return };
+        let on_device = self.caches.device().is_some();
+        let Some(pending) = self.posting.writes.get_mut(&write) else { return };
         if pending.cancelled {
             return self.posted(write, PostOutcome::Lost);
         }
         let Some(version) = self.peers.version(&pending.peer) else {
             // The session's end is on its way.
             return self.posted(write, PostOutcome::Lost);
+        };
+        let slab = if on_device {
+            // The plan is from the slab, as from pages, which must stay as it is until the post ended.
+            pending.slab = slab;
+            None
+        } else {
+            slab
         };
         match make_write(write, version, pending, plan, slab, digest) {
             Ok(request) => self.posting.ready.push_back(Ready { write, request, watch: None }),

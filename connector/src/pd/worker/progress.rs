@@ -3,8 +3,11 @@
 //! The driver thread writes, the model thread waits. One lock, held for a map look-up only.
 
 use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use kvferry_kernels::device::Event;
 
 use crate::contract::RequestId;
 
@@ -26,6 +29,8 @@ struct State {
 struct LoadProgress {
     /// Indexed by this worker's own layers: all wanted tokens of the layer are verified.
     verified: Vec<bool>,
+    /// The same: what must be passed before the layer is in a device's pages.
+    on_its_way: Vec<Vec<Arc<dyn Event>>>,
     ended: Option<Ended>,
 }
 
@@ -41,7 +46,22 @@ pub(super) enum Ended {
 impl Progress {
     /// A load begins.
     pub(super) fn begin(&self, request: &RequestId, layers: usize) {
-        self.lock().loads.insert(request.clone(), LoadProgress { verified: vec![false; layers], ended: None });
+        let (verified, on_its_way) = (vec![false; layers], vec![Vec::new(); layers]);
+        self.lock().loads.insert(request.clone(), LoadProgress { verified, on_its_way, ended: None });
+    }
+
+    /// Part of some of its layers is on its way to a device's pages, and there once the event is passed.
+    pub(super) fn on_its_way(&self, request: &RequestId, layers: Range<u16>, event: &Arc<dyn Event>) {
+        if let Some(load) = self.lock().loads.get_mut(request) {
+            let layers = usize::from(layers.start)..usize::from(layers.end);
+            load.on_its_way.get_mut(layers).into_iter().flatten().for_each(|events| events.push(Arc::clone(event)));
+        }
+    }
+
+    /// What must be passed before a layer that is ready may be read.
+    pub(super) fn events(&self, request: &RequestId, layer: usize) -> Vec<Arc<dyn Event>> {
+        let state = self.lock();
+        state.loads.get(request).and_then(|load| load.on_its_way.get(layer)).cloned().unwrap_or_default()
     }
 
     /// One layer of it is verified for all wanted tokens.
@@ -56,6 +76,8 @@ impl Progress {
     pub(super) fn ended(&self, request: &RequestId, how: Ended) {
         if let Some(load) = self.lock().loads.get_mut(request) {
             load.ended = Some(how);
+            // All that was on its way is there.
+            load.on_its_way.clear();
         }
         self.changed.notify_all();
     }

@@ -9,13 +9,15 @@ use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::window_pages;
 use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Reason, Verdict};
 use kvferry_protocol::transfer::{GrantRefusal, InputError, Receiver, ReceiverEnd, ReceiverOutput, Rect, Time};
-use kvferry_protocol::{EngineId, Generation, PeerId, TpRank, TransferId};
+use kvferry_protocol::{BlockId, EngineId, Generation, PeerId, TpRank, TransferId};
 use kvferry_transport::{PeerAddress, Transport};
 
+use super::device::Staged;
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
 use super::loading::Loading;
 use super::peers::is_rank;
+use super::uploading::spoiled_end;
 use super::watching::LandingDigests;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::RequestId;
@@ -44,8 +46,12 @@ pub(super) struct Receiving {
     pub(super) over: bool,
     /// The transport's grants of each generation.
     grants: BTreeMap<Generation, Granted>,
-    /// Digests that are with a mover.
-    verifying: usize,
+    /// Digests that are with a mover, and what is on its way to a device's pages.
+    pub(super) verifying: usize,
+    /// What landed in frames and is being digested.
+    judging: BTreeMap<(Generation, u32), (Rect, Arc<Staged>)>,
+    /// Why what landed is not in a device's pages.
+    pub(super) spoiled: Option<String>,
     /// The end, while it waits for the movers to let go of the pages.
     end: Option<ReceiverEnd>,
     began: Time,
@@ -57,6 +63,8 @@ pub(super) struct Receiving {
 struct Granted {
     windows: Vec<GrantedWindow>,
     landings: Vec<Option<Arc<LandingDigests>>>,
+    /// The frames under each window, if the pages are on a device.
+    staged: Vec<Arc<Staged>>,
 }
 
 /// Where a part comes from, and which heads it carries.
@@ -85,6 +93,8 @@ impl Receiving {
             over: false,
             grants: BTreeMap::new(),
             verifying: 0,
+            judging: BTreeMap::new(),
+            spoiled: None,
             end: None,
             began,
             span,
@@ -107,18 +117,27 @@ impl Receiving {
         }
     }
 
-    /// Grants the missing rectangles to the peer, a window each. On an error nothing stays granted.
+    /// Grants the missing rectangles to the peer, a window each, over the load's pages or the frames that are staged for them. On an
+    /// error nothing stays granted.
     fn grant(
         &self,
         load: &Loading,
         caches: &Caches,
         transport: &dyn Transport,
         missing: &[Rect],
+        staged: Vec<Arc<Staged>>,
     ) -> Result<Granted, GrantRefusal> {
         let peer = self.peer.as_ref().ok_or(GrantRefusal::NotConnected)?;
-        let mut granted = Granted::default();
-        for &rect in missing {
-            match self.grant_one(load, caches, transport, peer, rect) {
+        let mut granted = Granted { staged, ..Granted::default() };
+        for (index, &rect) in missing.iter().enumerate() {
+            let onto = match granted.staged.get(index) {
+                Some(staged) => (&staged.caches, &staged.frames[..], staged.first_token),
+                None => {
+                    let (blocks, first_token) = load.blocks_of(rect, caches.tokens_per_block());
+                    (caches, blocks, first_token)
+                }
+            };
+            match self.grant_one(onto, transport, peer, rect) {
                 Ok((window, landing)) => {
                     granted.windows.push(window);
                     granted.landings.push(landing);
@@ -134,13 +153,11 @@ impl Receiving {
 
     fn grant_one(
         &self,
-        load: &Loading,
-        caches: &Caches,
+        (caches, blocks, first_token): (&Caches, &[BlockId], u32),
         transport: &dyn Transport,
         peer: &PeerId,
         rect: Rect,
     ) -> Result<(GrantedWindow, Option<Arc<LandingDigests>>), GrantRefusal> {
-        let (blocks, first_token) = load.blocks_of(rect, caches.tokens_per_block());
         let (layout, shard) = (caches.layout(), caches.shard());
         let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
         let (shape, pages) = window.map_err(|error| GrantRefusal::Impossible(error.to_string()))?;
@@ -168,15 +185,18 @@ impl Receiving {
     /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified. Returns the
     /// digest of what the write left there, if it was taken when that landed.
     fn seal(
-        &self,
+        &mut self,
         transport: &dyn Transport,
         generation: Generation,
         sequence: u32,
         rect: Rect,
     ) -> Result<Option<Digest>, String> {
         // Nothing lands under a revoked grant.
-        let Some(Granted { windows, landings }) = self.grants.get(&generation) else { return Ok(None) };
+        let Some(Granted { windows, landings, staged }) = self.grants.get(&generation) else { return Ok(None) };
         let (index, extents) = Windows::seal(windows, transport, rect)?;
+        if let Some(staged) = staged.get(index) {
+            self.judging.insert((generation, sequence), (rect, Arc::clone(staged)));
+        }
         let landing = landings.get(index).and_then(Option::as_ref);
         Ok(landing.and_then(|landing| landing.take(sequence, &extents)))
     }
@@ -287,33 +307,7 @@ impl Driver {
         let now = self.now();
         let Some(entry) = self.receiving.get_mut(&transfer) else { return };
         match output {
-            ReceiverOutput::MakeGrant { generation, missing } => {
-                let Some(load) = self.loads.get(&entry.load) else { return };
-                let version = entry.peer.as_ref().and_then(|peer| self.peers.version(peer));
-                let granted = version
-                    .ok_or(GrantRefusal::NotConnected)
-                    .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, &missing)?)));
-                let taken = match granted {
-                    Ok((version, granted)) => {
-                        let keys: Vec<_> = granted.windows.iter().map(|window| window.key).collect();
-                        self.granted.extend(keys.iter().map(|&key| (key, transfer)));
-                        let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
-                        let encoded = Windows::encode(version, &granted.windows);
-                        entry.grants.insert(generation, granted);
-                        match encoded {
-                            Ok(bytes) => entry.machine.granted(now, generation, first, bytes),
-                            Err(problem) => {
-                                let refusal = GrantRefusal::Impossible(problem);
-                                let taken = entry.machine.grant_refused(now, generation, refusal);
-                                self.revoke(transfer, generation);
-                                taken
-                            }
-                        }
-                    }
-                    Err(refusal) => entry.machine.grant_refused(now, generation, refusal),
-                };
-                self.note(taken);
-            }
+            ReceiverOutput::MakeGrant { generation, missing } => self.grant_or_wait(transfer, generation, missing),
             ReceiverOutput::Send(message) => {
                 if let Some(peer) = entry.peer.clone() {
                     self.send(&peer, &message);
@@ -324,6 +318,7 @@ impl Driver {
                 entry.verifying += 1;
                 let began = Instant::now();
                 let sealed = entry.seal(&*self.transport, generation, sequence, rect);
+                let staged = entry.judging.get(&(generation, sequence)).map(|(_, staged)| Arc::clone(staged));
                 let write = WriteKey { transfer, generation, sequence };
                 let (blocks, first_token) = load.pages();
                 let heads = entry.heads.clone();
@@ -334,10 +329,15 @@ impl Driver {
                         self.board.tracer.record(|| span().rect(rect).bytes(bytes));
                         self.digested(write, Ok(digest));
                     }
-                    Ok(None) => self.verify(Job::Verify { write, blocks, first_token, rect, heads }),
+                    Ok(None) if staged.is_none() && self.staging.is_some() => {
+                        self.digested(write, Err("its grant was revoked before it was told".to_owned()));
+                    }
+                    Ok(None) => self.verify(Job::Verify { write, staged, blocks, first_token, rect, heads }),
                     Err(problem) => self.digested(write, Err(problem)),
                 }
             }
+            // What landed in frames counts when it is on its way to the pages.
+            ReceiverOutput::Verified(_) if self.staging.is_some() => {}
             ReceiverOutput::Verified(rect) => {
                 let (load, heads) = (entry.load, entry.heads.clone());
                 self.verified(load, transfer, &heads, rect);
@@ -356,6 +356,43 @@ impl Driver {
         }
     }
 
+    /// Makes the grant that a machine asked for, and tells it.
+    pub(super) fn make_grant(
+        &mut self,
+        transfer: TransferId,
+        generation: Generation,
+        missing: &[Rect],
+        staged: Vec<Arc<Staged>>,
+    ) {
+        let now = self.now();
+        let Some(entry) = self.receiving.get_mut(&transfer) else { return };
+        let Some(load) = self.loads.get(&entry.load) else { return };
+        let version = entry.peer.as_ref().and_then(|peer| self.peers.version(peer));
+        let granted = version
+            .ok_or(GrantRefusal::NotConnected)
+            .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, missing, staged)?)));
+        let taken = match granted {
+            Ok((version, granted)) => {
+                let keys: Vec<_> = granted.windows.iter().map(|window| window.key).collect();
+                self.granted.extend(keys.iter().map(|&key| (key, transfer)));
+                let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
+                let encoded = Windows::encode(version, &granted.windows);
+                entry.grants.insert(generation, granted);
+                match encoded {
+                    Ok(bytes) => entry.machine.granted(now, generation, first, bytes),
+                    Err(problem) => {
+                        let refusal = GrantRefusal::Impossible(problem);
+                        let taken = entry.machine.grant_refused(now, generation, refusal);
+                        self.revoke(transfer, generation);
+                        taken
+                    }
+                }
+            }
+            Err(refusal) => entry.machine.grant_refused(now, generation, refusal),
+        };
+        self.note(taken);
+    }
+
     fn revoke(&mut self, transfer: TransferId, generation: Generation) {
         let granted = self.receiving.get_mut(&transfer).and_then(|entry| entry.grants.remove(&generation));
         for GrantedWindow { key, .. } in granted.into_iter().flat_map(|granted| granted.windows) {
@@ -368,7 +405,9 @@ impl Driver {
     pub(super) fn digested(&mut self, write: WriteKey, digest: Result<Digest, String>) {
         let WriteKey { transfer, generation, sequence } = write;
         let Some(entry) = self.receiving.get_mut(&transfer) else { return };
-        entry.verifying -= 1;
+        // What goes on to a device's pages stays counted: a load does not end before that.
+        let judging = entry.judging.remove(&(generation, sequence));
+        entry.verifying -= usize::from(judging.is_none());
         match digest {
             Ok(digest) => {
                 let before = entry.machine.stats().digest_mismatches;
@@ -386,21 +425,25 @@ impl Driver {
                 });
             }
         }
-        self.finish_receiving(transfer);
+        match judging {
+            Some(landed) => self.judged(write, landed),
+            None => self.finish_receiving(transfer),
+        }
     }
 
-    /// Tells the load of the end once no mover reads the pages.
-    fn finish_receiving(&mut self, transfer: TransferId) {
+    /// Tells the load of the end once no mover reads the pages, or writes them.
+    pub(super) fn finish_receiving(&mut self, transfer: TransferId) {
         let now = self.now();
         let Some(entry) = self.receiving.get_mut(&transfer).filter(|entry| entry.verifying == 0) else { return };
         let Some(end) = entry.end.take() else { return };
         entry.over = true;
         let (load, began, elapsed) = (entry.load, entry.began, now.since(entry.began));
         let entry = &self.receiving[&transfer];
-        let reason = match (&end.verdict, &entry.refusal) {
-            (Verdict::Done, _) => None,
-            (_, Some(refusal)) => Some(refusal.clone()),
-            (verdict, None) => Some(self.why(verdict, transfer, entry)),
+        let (reason, good_until) = match (&end.verdict, &entry.refusal, &entry.spoiled) {
+            (verdict, _, Some(spoiled)) => (Some(spoiled_end(verdict, spoiled)), 0),
+            (Verdict::Done, _, None) => (None, end.good_until_token),
+            (_, Some(refusal), None) => (Some(refusal.clone()), end.good_until_token),
+            (verdict, None, None) => (Some(self.why(verdict, transfer, entry)), end.good_until_token),
         };
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "part ended");
@@ -408,7 +451,7 @@ impl Driver {
             let span = || Span::since(self.instant(began), Kind::Load).transfer(transfer).request(&load.request);
             self.board.tracer.record(span);
         }
-        self.part_landed(load, transfer, end.good_until_token, reason);
+        self.part_landed(load, transfer, good_until, reason);
     }
 
     /// Why a part ended, with what is known of a peer that never came, or that came and sent nothing.

@@ -21,6 +21,7 @@ use kvferry_protocol::transfer::{
 use kvferry_protocol::{BlockId, Generation, PeerId, RegionId, TpRank, TransferId, codec};
 use kvferry_transport::Transport;
 
+use super::device::After;
 use super::driver::{Driver, Side};
 use super::jobs::{Job, WriteKey};
 use super::sending::{PartTo, Sending};
@@ -96,17 +97,17 @@ impl Taken {
 
 impl Driver {
     /// A step is complete: blocks of its answers go back.
-    pub(super) fn give_back(&mut self, returns: Vec<Return>) {
+    pub(super) fn give_back(&mut self, returns: Vec<Return>, after: &Result<After, String>) {
         for one in returns {
             let transfer = one.transfer;
-            if let Err(problem) = self.begin_return(one) {
+            if let Err(problem) = after.clone().and_then(|after| self.begin_return(one, &after)) {
                 tracing::debug!(%transfer, problem, "blocks do not go back");
                 self.board.results().tier.returned.push(transfer);
             }
         }
     }
 
-    fn begin_return(&mut self, one: Return) -> Result<(), String> {
+    fn begin_return(&mut self, one: Return, after: &After) -> Result<(), String> {
         let rank = self.config.peer().tp_rank;
         let to = one.to.get(usize::from(rank.get())).ok_or("the prefill engine has fewer ranks")?;
         let (peer, _) = self.peers.at(*to).ok_or("there is no session with the prefill worker")?;
@@ -128,7 +129,7 @@ impl Driver {
         self.sending.insert(transfer, entry);
         self.count_live();
         self.begin_with(transfer, peer.clone());
-        self.part_computed(transfer, &Handed { transfer, rect, compute: Duration::ZERO });
+        self.part_computed(transfer, &Handed { transfer, rect, compute: Duration::ZERO }, after);
         // The peer's rank 0 is asked, for all of them: what it takes, they grant.
         if rank == TpRank::new(0) {
             self.send(&peer, &spare);

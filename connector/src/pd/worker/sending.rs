@@ -1,13 +1,16 @@
 //! One part of what is kept for a decode engine: the transfer to one of its ranks. Performs what its machine asks for, and ends it.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvferry_kernels::PageGuards;
+use kvferry_kernels::device::Event;
 use kvferry_protocol::layout::{CacheView, CopyPlan, Selection, plan};
 use kvferry_protocol::message::{Grant, Message, Verdict};
 use kvferry_protocol::transfer::{InputError, Rect, Sender, SenderOutput, Time};
 use kvferry_protocol::{BlockId, Generation, PeerId, TpRank, TransferId};
 
+use super::device::After;
 use super::driver::{Driver, Side};
 use super::overlap::Overlap;
 use super::step::Handed;
@@ -39,6 +42,8 @@ pub(super) struct Sending {
     pub(super) released: bool,
     /// All blocks of the request so far, from token 0.
     pub(super) blocks: Vec<BlockId>,
+    /// When what was handed to the machine is in the pages, where a device computes it; events of one stream, in order.
+    computed: Vec<(Rect, Arc<dyn Event>)>,
     /// Read guards over what was handed to the machine, until the lease is released.
     guards: Vec<PageGuards>,
     /// The windows of the grant in use. A post is planned when its machine asks for it, so no other grant's are looked up again.
@@ -75,6 +80,7 @@ impl Sending {
             returns: false,
             released: false,
             blocks: save.blocks.clone(),
+            computed: Vec::new(),
             guards: Vec::new(),
             windows: None,
             began,
@@ -88,6 +94,11 @@ impl Sending {
     /// Whether a peer that speaks of the part is its receiver, who was not known.
     pub(super) fn may_be(&self, peer: &PeerId) -> bool {
         self.peer.is_none() && self.reader == peer.tp_rank
+    }
+
+    /// What must be passed before a rectangle's pages may be read: of one stream's events the last covers those before it.
+    pub(super) fn after(&self, rect: Rect) -> After {
+        self.computed.iter().rev().find(|(of, _)| of.overlaps(rect)).map(|(_, event)| Arc::clone(event))
     }
 
     /// The window that holds a rectangle of a grant.
@@ -159,8 +170,8 @@ impl Driver {
         self.with_sending(transfer, |entry, now| entry.machine.message(now, message));
     }
 
-    /// Part of a request's KV is in the cache.
-    pub(super) fn part_computed(&mut self, transfer: TransferId, handed: &Handed) {
+    /// Part of a request's KV is in the cache, or will be once `after` is passed.
+    pub(super) fn part_computed(&mut self, transfer: TransferId, handed: &Handed, after: &After) {
         let (now, Handed { rect, compute, .. }) = (self.now(), *handed);
         // Once the lease is released the engine may have its blocks back at any time: nothing is guarded any more, though the engine
         // still computes what it has not heard of, and the receiver's word is awaited.
@@ -175,6 +186,7 @@ impl Driver {
         match guards {
             Ok(guards) => {
                 entry.guards.extend(guards);
+                entry.computed.extend(after.iter().map(|event| (rect, Arc::clone(event))));
                 entry.last_computed = now;
                 let layer_bytes = rect.tokens().len() as u64 * self.caches.bytes_per_cell(&entry.heads);
                 entry.overlap.computed(compute, layer_bytes);
@@ -235,6 +247,7 @@ impl Driver {
             }
             SenderOutput::ReleaseLease => {
                 entry.guards.clear();
+                entry.computed.clear();
                 entry.released = true;
                 let (lease, returns) = (entry.lease, entry.returns);
                 if !returns {

@@ -1,12 +1,19 @@
 //! A fixed pool of packed slabs. Full means wait: [`SlabPool::take`] says no, and the driver asks again when one came back.
+//!
+//! A device copies into slabs: then the whole pool is pinned, and a slab is never smaller than a write.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvferry_kernels::device::PinnedRegion;
+use kvferry_protocol::RegionId;
+use kvferry_protocol::layout::LayerBase;
 use kvferry_transport::{Slab, Transport};
 
+use super::device::refused_by_device;
 use crate::config::Limits;
 use crate::error::ConnectorError;
+use crate::pd::caches::KvCache;
 use crate::raw::SlabMemory;
 
 /// Slabs of one size in one region of memory, which peers of this host and devices can read: what is packed is lent or put from
@@ -15,6 +22,10 @@ use crate::raw::SlabMemory;
 pub(super) struct SlabPool {
     slab_bytes: usize,
     limit: usize,
+    /// What the transport calls the pool's memory.
+    region: RegionId,
+    /// For a device's copies.
+    pinned: Option<PinnedRegion>,
     state: Mutex<State>,
 }
 
@@ -28,15 +39,27 @@ struct State {
 
 impl SlabPool {
     /// The pool that a configuration asks for, in memory that its transport knows.
-    pub(super) fn of(limits: &Limits, transport: &dyn Transport) -> Result<Arc<Self>, ConnectorError> {
+    /// With a device's cache its slabs are pinned.
+    pub(super) fn of(limits: &Limits, cache: &KvCache, transport: &dyn Transport) -> Result<Arc<Self>, ConnectorError> {
         let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
-        let pool = Self::new(bytes(limits.chunk_bytes), bytes(limits.slab_pool_bytes / limits.chunk_bytes))?;
-        pool.lock().fresh.register(transport)?;
-        Ok(pool)
+        let each = match cache.device() {
+            None => limits.chunk_bytes,
+            // A write is a chunk, or one block of all layers where that is more.
+            Some(cache) => limits.chunk_bytes.max(cache.layout().shape().block_bytes()),
+        };
+        let mut pool = Self::new(bytes(each), bytes(limits.slab_pool_bytes / each))?;
+        let registered = pool.lock().fresh.register(transport)?;
+        pool.region = registered;
+        if let Some(cache) = cache.device() {
+            let region = Arc::clone(pool.lock().fresh.place().0);
+            let pinned = cache.device().pin(region).map_err(|error| refused_by_device(&error))?;
+            pool.pinned = Some(pinned);
+        }
+        Ok(Arc::new(pool))
     }
 
     /// A pool of at most `limit` slabs of `slab_bytes`.
-    fn new(slab_bytes: usize, limit: usize) -> Result<Arc<Self>, ConnectorError> {
+    fn new(slab_bytes: usize, limit: usize) -> Result<Self, ConnectorError> {
         let limit = limit.max(1);
         let refuse = |error: &dyn fmt::Display| ConnectorError::Caches {
             problem: format!(
@@ -48,11 +71,11 @@ impl SlabPool {
         let each = each.filter(|each| each.checked_mul(limit).is_some()).ok_or_else(|| refuse(&"too many"))?;
         let fresh = SlabMemory::new(each * limit).map_err(|error| refuse(&error))?;
         let state = Mutex::new(State { free: Vec::new(), fresh, out: 0 });
-        Ok(Arc::new(Self { slab_bytes: each, limit, state }))
+        Ok(Self { slab_bytes: each, limit, region: RegionId::new(0), pinned: None, state })
     }
 
     /// A slab of `bytes`, or `None` while all are in use. A write larger than a slab (one block of all layers may be) gets memory
-    /// of its own size in place of a slab, since it must be possible to send it at all.
+    /// of its own size in place of a slab, since it must be possible to send it at all; where slabs are pinned there is no such write.
     pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Option<PooledSlab> {
         let mut state = self.lock();
         if state.out >= self.limit {
@@ -100,6 +123,22 @@ enum Buffer {
 }
 
 impl PooledSlab {
+    /// The slab's memory, and how much it holds, for a device's copy; `None` for what is not pinned.
+    pub(super) fn pinned(&mut self) -> Option<(&mut SlabMemory, usize)> {
+        match &mut self.buffer {
+            Buffer::Slab(slab) if self.pool.pinned.is_some() => Some((slab, self.pool.slab_bytes)),
+            Buffer::Slab(_) | Buffer::Own(_) => None,
+        }
+    }
+
+    /// Where it begins, in the transport's words; `None` for memory that the transport does not know.
+    pub(super) fn place(&self) -> Option<LayerBase> {
+        match &self.buffer {
+            Buffer::Slab(slab) => Some(LayerBase { region: self.pool.region, offset: slab.place().1 as u64 }),
+            Buffer::Own(_) => None,
+        }
+    }
+
     /// The bytes to fill.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let bytes = match &mut self.buffer {
@@ -143,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_full_pool_says_no_until_a_slab_comes_back() {
-        let pool = SlabPool::new(60, 2).unwrap();
+        let pool = Arc::new(SlabPool::new(60, 2).unwrap());
         let (mut a, b) = (pool.take(10).unwrap(), pool.take(64).unwrap());
         assert_eq!((a.bytes().len(), b.bytes().len(), pool.usage()), (10, 64, (2, 2, 64)));
         assert!(pool.take(1).is_none() && !pool.has_free());
