@@ -171,14 +171,17 @@ pub(crate) fn explained(setup: &Setup, error: CliError) -> CliError {
 
 const FIX: &str = "see kvferry doctor on both sides, or name another with --transport";
 
-/// RDMA as it is measured: a device that is emulated takes its time, and both sides are alive.
+/// How long a device may take: one that is emulated takes its time, and both sides of a bench are alive.
+const PATIENCE_MS: u64 = 60_000;
+
+/// RDMA as it is measured.
 fn patient_rdma() -> RdmaConfigFile {
-    const PATIENCE_MS: u64 = 60_000;
     let (stall_ms, prove_ms, ask_ms) = (PATIENCE_MS, PATIENCE_MS, PATIENCE_MS);
     RdmaConfigFile { stall_ms, prove_ms, ask_ms, ..RdmaConfigFile::default() }
 }
 
 /// UCX as it is measured: also over its tcp, which emulates puts and would end a receiver whose sender dies; both are the bench's.
 pub(crate) fn ucx_config() -> UcxConfigFile {
-    UcxConfigFile { emulated_puts: true, ..UcxConfigFile::default() }
+    let (connect_ms, stall_ms) = (PATIENCE_MS, PATIENCE_MS);
+    UcxConfigFile { emulated_puts: true, connect_ms, stall_ms, ..UcxConfigFile::default() }
 }
