@@ -265,7 +265,7 @@ fn number(name: &str, default: u64) -> u64 {
 
 #[test]
 fn whatever_the_schedule_the_right_bytes_arrive_and_all_that_conflicts_is_ordered() {
-    let schedules = number("KVFERRY_DEVICE_SCHEDULES", 300);
+    let schedules = number("KVFERRY_DEVICE_SCHEDULES", 150);
     let first = number("KVFERRY_DEVICE_SEED", std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos().into());
     eprintln!("KVFERRY_DEVICE_SEED={first} KVFERRY_DEVICE_SCHEDULES={schedules} runs this again");
     let mut done = 0;

@@ -1,7 +1,7 @@
 //! Devices that hold KV pages: their memory, streams, events and copies.
 //!
 //! [`Device`] is the seam between the connector's pipeline and what executes it. There are two behind it: the CUDA driver
-//! ([`CudaGpu`], feature `cuda`), and the crate kvferry-cuda-sim, where everything runs late, in any order that streams and events
+//! (`CudaGpu`, feature `cuda`), and the crate kvferry-cuda-sim, where everything runs late, in any order that streams and events
 //! allow, and an access that is not ordered after the one it conflicts with is an error that names both. Launches go through the
 //! streams, which are [`Launcher`]s.
 //!
