@@ -3,7 +3,7 @@
 use kvferry::config::{KEYS, table};
 
 /// Keys that vLLM says itself, or that can have one value only there.
-const NOT_IN_VLLM: [&str; 11] = [
+const NOT_IN_VLLM: [&str; 12] = [
     "engine_id",
     "role",
     "order",
@@ -13,6 +13,7 @@ const NOT_IN_VLLM: [&str; 11] = [
     "transport",
     "layerwise",
     "load_failure_policy",
+    "staging_bytes",
     "tier_bytes",
     "write_back_blocks",
 ];
