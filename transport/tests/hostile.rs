@@ -264,8 +264,18 @@ fn hostile_round(lanes: Lanes, chance: &mut Chance, victim: &mut Node, known: &m
             let mut hand = ByHand::join(victim, name);
             hand.data.set_write_timeout(limit).unwrap();
             hand.control.set_write_timeout(limit).unwrap();
-            share_something(chance, &mut hand);
+            let is_proper = share_something(chance, &mut hand);
+            // Some hand one write over in place as they should, so that what follows meets one that is held.
+            let in_place = is_proper.then(|| victim.transport.grant_in_place(&who, GRANTED).ok()).flatten();
+            if let Some(key) = in_place {
+                hand.lend(
+                    key,
+                    0,
+                    &Loan { slot: 2, token: 77, runs: vec![LentRun { region: 0, offset: 0, bytes: 64 }] },
+                );
+            }
             speak(&mut hand.data, &mut hand.control, victim, chance);
+            in_place.into_iter().for_each(|key| victim.transport.revoke(key));
         }
         #[cfg(feature = "tls")]
         Lanes::Tls => {
@@ -279,8 +289,8 @@ fn hostile_round(lanes: Lanes, chance: &mut Chance, victim: &mut Node, known: &m
     victim.wait("the hostile peer's end", down);
 }
 
-fn share_something(chance: &mut Chance, hand: &mut ByHand) {
-    // Half of them as they should be, so that something can be lent, and handed over in place.
+/// Shares regions, half of the times as they should be: then it returns `true`.
+fn share_something(chance: &mut Chance, hand: &mut ByHand) -> bool {
     let wild = chance.one_in(2);
     let file = |chance: &mut Chance| {
         let seals = if wild && chance.one_in(3) { SealFlags::GROW } else { SealFlags::SHRINK };
@@ -303,6 +313,7 @@ fn share_something(chance: &mut Chance, hand: &mut ByHand) {
             hand.share(&share, Some(&file(chance)));
         }
     }
+    !wild
 }
 
 fn resources() -> (u64, usize) {
@@ -324,8 +335,7 @@ fn a_peer_that_says_whatever_it_likes_reaches_nothing_that_it_was_not_granted() 
 #[cfg(feature = "tls")]
 #[test]
 fn nor_does_one_with_a_certificate() {
-    // Each round costs two handshakes of public keys.
-    attack(Lanes::Tls, ROUNDS / 3);
+    attack(Lanes::Tls, ROUNDS);
 }
 
 fn attack(lanes: Lanes, rounds: u64) {
@@ -372,9 +382,11 @@ fn attack(lanes: Lanes, rounds: u64) {
     let stats = victim.transport.stats();
     eprintln!("{stats:?}");
     assert_eq!(stats.grants_live, 0);
-    // It got as far as the pages, and it was refused.
-    assert!(stats.landed_bytes > rounds * 64 * KIB && stats.refused_writes > rounds / 10, "{stats:?}");
-    assert!(stats.adopted_bytes > 0, "nothing was handed over in place: {stats:?}");
+    // It got as far as the pages, and it was refused: some 7 times as often as is asked for, by chance.
+    assert!(stats.landed_bytes > rounds * 64 * KIB && stats.refused_writes > rounds / 50, "{stats:?}");
+    if lanes == Lanes::Plain {
+        assert!(stats.adopted_bytes > 0, "nothing was handed over in place: {stats:?}");
+    }
     let after = resources();
     assert!(after.0 < before.0 + MOST_GROWTH_KIB, "{before:?} KiB and descriptors, then {after:?}");
     assert!(after.1 <= before.1 + 16, "{before:?} KiB and descriptors, then {after:?}");
