@@ -202,7 +202,8 @@ impl Lanes {
             #[cfg(feature = "tls")]
             Self::Tls => vec![PathKind::Tcp],
         };
-        let file = TcpConfigFile { paths, max_queued_message_bytes: 1 << 16, ..config() };
+        // A busy machine is no reason to let a handshake go.
+        let file = TcpConfigFile { paths, max_queued_message_bytes: 1 << 16, handshake_ms: 600_000, ..config() };
         node_with("b", file, MEMORY as usize, self.credentials("b"))
     }
 }
