@@ -9,8 +9,7 @@
 //!
 //! `KVFERRY_GROUP_HISTORIES` says how many histories; each is made of its number alone.
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+mod python;
 
 use kvferry::pool::groups::{
     Ask, Filled, GroupPlan, GroupPool, GroupRule, GroupTable, GroupsConfig, Hit, LayerKind, LayerSpec, PageContent,
@@ -18,40 +17,12 @@ use kvferry::pool::groups::{
 };
 use kvferry::pool::{BlockHash, BlockHasher, HashScope};
 use kvferry::sizing::Placement;
+use python::Python;
 use serde_json::{Value, json};
 
 /// Histories and plans, if the environment does not say how many.
 const HISTORIES: u64 = 40;
 const STEPS: usize = 120;
-
-struct Python {
-    child: Child,
-    to: ChildStdin,
-    from: BufReader<ChildStdout>,
-}
-
-impl Python {
-    fn start() -> Self {
-        let python = std::env::var("KVFERRY_VLLM_PYTHON").expect("KVFERRY_VLLM_PYTHON names a Python with vLLM");
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/engine_groups/reference.py");
-        let mut child = Command::new(python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (to, from) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        Self { child, to, from }
-    }
-
-    fn ask(&mut self, ask: &Value) -> Value {
-        writeln!(self.to, "{ask}").unwrap();
-        let mut answer = String::new();
-        self.from.read_line(&mut answer).unwrap();
-        serde_json::from_str(&answer).unwrap_or_else(|_| panic!("vLLM answers {ask}, and not {answer:?}"))
-    }
-
-    fn stop(self) {
-        let Self { mut child, to, .. } = self;
-        drop(to);
-        assert!(child.wait().unwrap().success());
-    }
-}
 
 /// SplitMix64: a history is its seed.
 struct Chance(u64);
@@ -160,7 +131,7 @@ fn any_layers(chance: &mut Chance, keeping: StateKeeping) -> Vec<LayerSpec> {
 #[ignore = "needs a Python with vLLM: integration-tests/vllm/environment.sh"]
 fn groups_answer_as_vllms_own_do() {
     // One Python for both: it takes longer to start than to answer.
-    let mut python = Python::start();
+    let mut python = Python::start("KVFERRY_VLLM_PYTHON", "vLLM", "engine_groups/reference.py");
     layers_are_grouped_as_vllm_groups_them(&mut python);
     requests_get_the_blocks_that_vllm_gives_them(&mut python);
     python.stop();

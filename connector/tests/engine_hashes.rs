@@ -2,8 +2,7 @@
 //!
 //! `integration-tests/hashes/environment.sh` makes the Python and says how to run this.
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+mod python;
 
 use kvferry::pool::{
     BlockHash, BlockHasher, ExtraForm, Extras, Lora, Media, NoneHash, SglangScope, VllmAlgorithm, VllmScope,
@@ -11,37 +10,13 @@ use kvferry::pool::{
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use python::Python;
 use serde_json::{Value, json};
 
 const CASES: u32 = 1500;
 
-struct Python {
-    child: Child,
-    to: ChildStdin,
-    from: BufReader<ChildStdout>,
-}
-
-impl Python {
-    fn start() -> Self {
-        let python = std::env::var("KVFERRY_PYTHON").expect("KVFERRY_PYTHON names a Python with cbor2 and xxhash");
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/engine_hashes/reference.py");
-        let mut child = Command::new(python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (to, from) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        Self { child, to, from }
-    }
-
-    fn ask(&mut self, case: &Value) -> Vec<String> {
-        writeln!(self.to, "{case}").unwrap();
-        let mut answer = String::new();
-        self.from.read_line(&mut answer).unwrap();
-        serde_json::from_str(&answer).expect("the reference answers each case")
-    }
-
-    fn stop(self) {
-        let Self { mut child, to, .. } = self;
-        drop(to);
-        assert!(child.wait().unwrap().success());
-    }
+fn texts(answer: Value) -> Vec<String> {
+    serde_json::from_value(answer).expect("a list of texts")
 }
 
 #[derive(Clone, Debug)]
@@ -169,19 +144,19 @@ impl Case {
 #[test]
 #[ignore = "needs a Python with cbor2 and xxhash: integration-tests/hashes/environment.sh"]
 fn block_hashes_are_those_of_cpython() {
-    let mut python = Python::start();
+    let mut python = Python::start("KVFERRY_PYTHON", "cbor2 and xxhash", "engine_hashes/reference.py");
     let (mut blocks, mut runner) =
         (0, TestRunner::new(Config { cases: CASES, failure_persistence: None, ..Config::default() }));
     let asked = std::cell::RefCell::new(&mut python);
     let agreed = runner.run(&any_case().prop_map(Case::numbered), |case| {
-        let (ours, theirs) = (case.ours(), asked.borrow_mut().ask(&case.json()));
+        let (ours, theirs) = (case.ours(), texts(asked.borrow_mut().ask(&case.json())));
         prop_assert_eq!(ours, theirs);
         Ok(())
     });
     agreed.unwrap();
     // What we refuse has indeed two answers there, unless strings are written without regard to who they are.
     for (algorithm, two) in [("sha256", true), ("xxhash", true), ("sha256_cbor", false), ("xxhash_cbor", false)] {
-        let answers = python.ask(&json!({ "kind": "twins", "algorithm": algorithm, "salt": "twins" }));
+        let answers = texts(python.ask(&json!({ "kind": "twins", "algorithm": algorithm, "salt": "twins" })));
         assert_eq!(answers[0] != answers[1], two, "{algorithm}");
         blocks += answers.len();
     }
