@@ -397,6 +397,17 @@ impl Station {
         Ok(())
     }
 
+    /// Checks the only write of a request at once, and others beside what goes on.
+    fn check(&mut self, job: Job, is_alone: bool) -> Result<(), CliError> {
+        if is_alone {
+            let is_right = job.run()?;
+            self.job_done(Kind::Check, is_right);
+        } else {
+            self.movers.submit(job);
+        }
+        Ok(())
+    }
+
     fn lent(&mut self, grant: GrantKey, write: u32, adopted: Adopted, notification: &[u8]) -> Result<(), CliError> {
         let Some(receiving) = self.receiving.as_mut().filter(|receiving| receiving.flow.grant == grant) else {
             return Ok(());
@@ -410,13 +421,8 @@ impl Station {
         }
         let digest = digest_in(notification)?;
         let job = Job::CheckInPlace { flow: Arc::clone(&receiving.flow), lent, digest };
-        if receiving.writes == 1 {
-            let is_right = job.run()?;
-            self.job_done(Kind::Check, is_right);
-        } else {
-            self.movers.submit(job);
-        }
-        Ok(())
+        let is_alone = receiving.writes == 1;
+        self.check(job, is_alone)
     }
 
     fn landed(&mut self, grant: GrantKey, write: u32, notification: &[u8]) -> Result<(), CliError> {
@@ -434,13 +440,8 @@ impl Station {
             return Ok(());
         }
         let job = Job::Check { flow: Arc::clone(&receiving.flow), write, digest };
-        if receiving.writes == 1 {
-            let is_right = job.run()?;
-            self.job_done(Kind::Check, is_right);
-        } else {
-            self.movers.submit(job);
-        }
-        Ok(())
+        let is_alone = receiving.writes == 1;
+        self.check(job, is_alone)
     }
 
     fn job_done(&mut self, kind: Kind, is_right: bool) {
