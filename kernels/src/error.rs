@@ -60,6 +60,24 @@ pub enum KernelError {
         /// Who holds it.
         held: Held,
     },
+    /// A page is read from another place than this cache's memory, where nobody may write and only attention reads.
+    #[error("page (layer {layer}, block {block}) is read where another process has it; settle the block first")]
+    PageAliased {
+        /// The layer, counted within this worker.
+        layer: u16,
+        /// The block.
+        block: BlockId,
+    },
+    /// An alias for a page that is not held for writing, or with another number of planes.
+    #[error("page (layer {layer}, block {block}) cannot be read from elsewhere: {problem}")]
+    Alias {
+        /// The layer, counted within this worker.
+        layer: u16,
+        /// The block.
+        block: BlockId,
+        /// Why.
+        problem: &'static str,
+    },
     /// No such block.
     #[error("block {block} is out of range: the cache has {blocks} blocks")]
     BlockOutOfRange {

@@ -25,5 +25,5 @@ pub use attention::{
 };
 pub use dtype::{KvDtype, KvDtypeError};
 pub use error::{Held, KernelError};
-pub use memory::{GuardMode, HostKvCache, HostRegion, KvCacheView, PageGuards, Placement};
+pub use memory::{AliasOwner, GuardMode, HostKvCache, HostRegion, KvCacheView, PageGuards, Placement, Settle};
 pub use store::{Slot, store_kv, store_kv_unguarded};

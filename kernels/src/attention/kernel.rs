@@ -12,20 +12,21 @@ use super::simd::{Element, LANES, Simd, Work};
 /// Positions that are worked on together; a tile begins at a multiple of it.
 pub(super) const TILE: usize = 64;
 
-/// Where the run of each position of a tile begins, in bytes from a head's first run.
-pub(super) type Offsets = [usize; TILE];
+/// Where the run of each position of a tile begins, of the first head: blocks may lie in memory of their own.
+pub(super) type Starts = [*const u8; TILE];
 
 /// The runs of one head in a tile; only those in the visible range are read.
 #[derive(Clone, Copy)]
 pub(super) struct Runs<'a> {
-    pub(super) base: *const u8,
-    pub(super) offsets: &'a Offsets,
+    /// Bytes from the first head to this one.
+    pub(super) skip: usize,
+    pub(super) starts: &'a Starts,
 }
 
 impl Runs<'_> {
     #[inline(always)]
     pub(super) fn at(&self, j: usize) -> *const u8 {
-        self.base.wrapping_add(self.offsets[j])
+        self.starts[j].wrapping_add(self.skip)
     }
 }
 
@@ -44,7 +45,7 @@ pub(super) struct Ahead<'a> {
 }
 
 impl<'a> Ahead<'a> {
-    /// The runs of `heads` heads, the first of them at `runs.base`. `token_stride`: bytes from a token to the next in a block.
+    /// The runs of `heads` heads, the first of them that of `runs`. `token_stride`: bytes from a token to the next in a block.
     pub(super) fn new(runs: Runs<'a>, heads: usize, head_stride: usize, token_stride: usize, bytes: usize) -> Self {
         let tokens_outside = head_stride < token_stride;
         Self { runs, heads, head_stride, bytes, tokens_outside, token: 0, head: 0 }

@@ -15,10 +15,11 @@
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::ptr;
 
 use kvferry_protocol::BlockId;
 
-use super::kernel::{Ahead, Band, Offsets, Runs, Score, TILE, Weigh};
+use super::kernel::{Ahead, Band, Runs, Score, Starts, TILE, Weigh};
 use super::simd::{Bf16, F16, F32, LANES, Simd, Work};
 use super::softmax::{State, exp_each, refill, soft_cap};
 use super::widen::Widen;
@@ -33,8 +34,8 @@ const WIDEN_FROM_ROWS: usize = 16; // benches/attention.rs
 
 /// What all items of one call share.
 pub(super) struct Job<'a> {
-    pub(super) keys: PlanePages,
-    pub(super) values: PlanePages,
+    pub(super) keys: PlanePages<'a>,
+    pub(super) values: PlanePages<'a>,
     pub(super) dtype: KvDtype,
     pub(super) tokens_per_block: usize,
     /// f32 `[tokens, q_heads, keys.dim]`.
@@ -226,7 +227,7 @@ impl Compute<'_> {
         let (job, item) = (self.job, self.item);
         let seen = job.visible(item.first_position).start..item.first_position + item.tokens.len();
         let tiles = positions.start.max(seen.start) / TILE..positions.end.min(seen.end).div_ceil(TILE);
-        let mut tables = [self.tables(tiles.start * TILE, &seen), ([0; TILE], [0; TILE])];
+        let mut tables = [self.tables(tiles.start * TILE, &seen), NO_STARTS];
         for tile in tiles {
             let start = tile * TILE;
             tables[1] = self.tables(start + TILE, &seen);
@@ -242,8 +243,8 @@ impl Compute<'_> {
                 let unit = Unit {
                     first_row: (head - item.kv_heads.start) * job.rows_per_head(item),
                     range: &in_tile(&seen, start),
-                    keys: Runs { base: job.keys.head(head), offsets: keys },
-                    values: Runs { base: job.values.head(head), offsets: values },
+                    keys: Runs { skip: head * job.keys.head_stride(), starts: keys },
+                    values: Runs { skip: head * job.values.head_stride(), starts: values },
                 };
                 self.unit(s, &unit, &mut next, scratch);
             }
@@ -251,32 +252,32 @@ impl Compute<'_> {
         }
     }
 
-    /// The offsets of a tile's keys and values.
-    fn tables(&self, start: usize, seen: &Range<usize>) -> (Offsets, Offsets) {
-        let mut tables = ([0; TILE], [0; TILE]);
-        self.find_offsets(&self.job.keys, start, seen, &mut tables.0);
-        self.find_offsets(&self.job.values, start, seen, &mut tables.1);
+    /// Where a tile's keys and values begin.
+    fn tables(&self, start: usize, seen: &Range<usize>) -> (Starts, Starts) {
+        let mut tables = NO_STARTS;
+        self.find_starts(&self.job.keys, start, seen, &mut tables.0);
+        self.find_starts(&self.job.values, start, seen, &mut tables.1);
         tables
     }
 
-    fn ahead<'o>(&self, pages: &PlanePages, offsets: &'o Offsets, heads: usize) -> Ahead<'o> {
-        let runs = Runs { base: pages.head(self.item.kv_heads.start), offsets };
+    fn ahead<'o>(&self, pages: &PlanePages<'_>, starts: &'o Starts, heads: usize) -> Ahead<'o> {
+        let runs = Runs { skip: self.item.kv_heads.start * pages.head_stride(), starts };
         let bytes = pages.dim * self.job.dtype.bytes();
         Ahead::new(runs, heads, pages.head_stride(), pages.token_stride(), bytes)
     }
 
-    /// Where the runs of a tile's positions begin; 0 for those outside `seen`.
-    fn find_offsets(&self, pages: &PlanePages, start: usize, seen: &Range<usize>, to: &mut Offsets) {
+    /// Where the runs of a tile's positions begin; the cache's first run for those outside `seen`, which are not read.
+    fn find_starts(&self, pages: &PlanePages<'_>, start: usize, seen: &Range<usize>, to: &mut Starts) {
         let range = in_tile(seen, start);
-        to.fill(0);
+        to.fill(pages.first());
         let mut at = range.start;
         while at < range.end {
             let (block, token) = ((start + at) / self.job.tokens_per_block, (start + at) % self.job.tokens_per_block);
             let count = (self.job.tokens_per_block - token).min(range.end - at);
-            let mut offset = pages.offset(self.item.blocks[block], token);
+            let mut run = pages.start(self.item.blocks[block], token);
             for entry in &mut to[at..at + count] {
-                *entry = offset;
-                offset += pages.token_stride();
+                *entry = run;
+                run = run.wrapping_add(pages.token_stride());
             }
             at += count;
         }
@@ -316,16 +317,16 @@ impl Compute<'_> {
         let job = self.job;
         let many = job.dtype != KvDtype::F32 && job.rows_per_head(self.item) >= WIDEN_FROM_ROWS;
         if many || !job.keys.dim.is_multiple_of(LANES) {
-            let mut offsets = [0; TILE];
-            let keys = self.widen(s, unit.keys, unit.range, job.keys.dim, &mut scratch.keys, &mut offsets);
+            let mut starts = [ptr::null(); TILE];
+            let keys = self.widen(s, unit.keys, unit.range, job.keys.dim, &mut scratch.keys, &mut starts);
             self.score(s, unit, keys, KvDtype::F32, &mut next.keys, scratch);
         } else {
             self.score(s, unit, unit.keys, job.dtype, &mut next.keys, scratch);
         }
         self.join(s, unit, scratch);
         if many || !job.value_dim.is_multiple_of(LANES) {
-            let mut offsets = [0; TILE];
-            let values = self.widen(s, unit.values, unit.range, job.value_dim, &mut scratch.values, &mut offsets);
+            let mut starts = [ptr::null(); TILE];
+            let values = self.widen(s, unit.values, unit.range, job.value_dim, &mut scratch.values, &mut starts);
             self.weigh(s, unit, values, KvDtype::F32, &mut next.values, scratch);
         } else {
             self.weigh(s, unit, unit.values, job.dtype, &mut next.values, scratch);
@@ -341,14 +342,10 @@ impl Compute<'_> {
         range: &Range<usize>,
         dim: usize,
         to: &mut Vec<f32>,
-        offsets: &'o mut Offsets,
+        starts: &'o mut Starts,
     ) -> Runs<'o> {
         let padded = dim.next_multiple_of(LANES);
         to.resize(TILE * padded, 0.0);
-        for (j, offset) in offsets.iter_mut().enumerate() {
-            *offset = j * padded * size_of::<f32>();
-        }
-        let base = to.as_ptr().cast();
         match self.job.dtype {
             // SAFETY: the runs in range are whole runs of checked blocks, whose pages the caller holds for reading.
             KvDtype::F32 => s.vectorize(unsafe { Widen::<F32>::new(runs, range, dim, to) }),
@@ -357,7 +354,11 @@ impl Compute<'_> {
             // SAFETY: as above.
             KvDtype::Bf16 => s.vectorize(unsafe { Widen::<Bf16>::new(runs, range, dim, to) }),
         }
-        Runs { base, offsets }
+        let rows = to.as_ptr();
+        for (j, start) in starts.iter_mut().enumerate() {
+            *start = rows.wrapping_add(j * padded).cast();
+        }
+        Runs { skip: 0, starts }
     }
 
     #[inline(always)]
@@ -495,6 +496,9 @@ impl Work for Merge<'_> {
         whole.write(s, &mut scratch.total, self.out);
     }
 }
+
+/// Before they are looked up.
+const NO_STARTS: (Starts, Starts) = ([ptr::null(); TILE], [ptr::null(); TILE]);
 
 /// The positions of the tile at `start` that are in `seen`, counted from `start`.
 fn in_tile(seen: &Range<usize>, start: usize) -> Range<usize> {

@@ -8,9 +8,11 @@ mod pack;
 mod raw;
 mod window;
 
-use kvferry_protocol::RegionId;
+use std::ops::Range;
+
 use kvferry_protocol::digest::{Digest, HeadKey};
-use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, PlanError, Selection, Side, plan_in_place};
+use kvferry_protocol::layout::{CacheView, CopyPlan, PageCopy, PlanError, Selection, Side, Strip, plan_in_place};
+use kvferry_protocol::{LayerId, RegionId};
 
 pub use pack::pack_with_digest;
 pub use raw::RegionTable;
@@ -109,6 +111,32 @@ pub fn digest_side(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result
     let (mut digest, mut keys) = (Digest::ZERO, Vec::new());
     plan.for_each_page(|page| digest += page_digest(&page, side, regions, &mut keys));
     Ok(digest)
+}
+
+/// Digests one plane of a page where it lies: the runs of some heads and tokens, of which `strip` names the first and the strides.
+///
+/// `layer` and `heads` are the model's, and `tokens` their places in the sequence.
+///
+/// # Errors
+/// [`CopyError::Region`] or [`CopyError::Bounds`], before anything is read.
+pub fn digest_strip(
+    strip: &Strip,
+    (layer, plane): (LayerId, u8),
+    heads: Range<u16>,
+    tokens: Range<u32>,
+    regions: &RegionTable,
+) -> Result<Digest, CopyError> {
+    let (side, region) = (Side::Source, strip.place.region);
+    let bytes = regions.region_bytes(region).ok_or(CopyError::Region { side, region })?;
+    let steps = |count: usize, stride: u64| (count.saturating_sub(1) as u64).saturating_mul(stride);
+    let end = [steps(heads.len(), strip.head_stride), steps(tokens.len(), strip.token_stride), strip.run_bytes.into()]
+        .into_iter()
+        .fold(strip.place.offset, u64::saturating_add);
+    if end > bytes as u64 {
+        return Err(CopyError::Bounds { side, region, bytes, end });
+    }
+    let keys: Vec<_> = heads.map(|head| HeadKey::new(layer, plane, head)).collect();
+    Ok(raw::strip_digest(regions, strip, &keys, tokens))
 }
 
 fn check(plan: &CopyPlan, side: Side, regions: &RegionTable) -> Result<(), CopyError> {

@@ -143,8 +143,16 @@ impl PageGuards {
             guards.cache.states.acquire(mode, layer, block)?;
             guards.held[page / 64] |= 1 << (page % 64);
             guards.held_pages += 1;
+            // Who takes guards goes to the cache's own memory, which lies idle behind an alias.
+            if guards.cache.view.aliases().is_aliased(layer, block) {
+                return Err(KernelError::PageAliased { layer, block });
+            }
         }
         Ok(guards)
+    }
+
+    pub(super) fn cache(&self) -> &Inner {
+        &self.cache
     }
 
     /// What the guard allows.

@@ -1,5 +1,6 @@
 //! Page memory: regions, who may touch which page when, and where each run lies.
 
+mod alias;
 mod cache;
 mod guards;
 mod raw;
@@ -8,6 +9,7 @@ mod view;
 #[cfg(test)]
 mod tests;
 
+pub use alias::{AliasOwner, Settle};
 pub use cache::{HostKvCache, Placement};
 pub use guards::{GuardMode, PageGuards};
 pub use raw::HostRegion;

@@ -3,10 +3,12 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use kvferry_protocol::layout::{KvLayout, PlaneStrides};
 use kvferry_protocol::{BlockId, RegionId};
 
+use super::alias::Aliases;
 use super::raw::PageBase;
 use crate::dtype::KvDtype;
 use crate::error::KernelError;
@@ -20,12 +22,15 @@ pub struct KvCacheView {
     dtype: KvDtype,
     /// `[layer][plane]`.
     bases: Arc<[PageBase]>,
+    aliases: Arc<Aliases>,
 }
 
 /// One plane of one layer: its first run and the strides to all others.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PlanePages {
+pub(crate) struct PlanePages<'a> {
     base: PageBase,
+    /// By block; empty if no page is read from elsewhere.
+    aliases: &'a [AtomicPtr<u8>],
     block: usize,
     head: usize,
     token: usize,
@@ -33,23 +38,28 @@ pub(crate) struct PlanePages {
     pub(crate) dim: usize,
 }
 
-impl PlanePages {
-    /// Where the run of (block, head, token) begins. Inside the region if the coordinates are in range.
+impl PlanePages<'_> {
+    /// Where this cache's own run of (block, head, token) begins. Inside the region if the coordinates are in range.
     #[inline(always)]
     pub(crate) fn run(&self, block: BlockId, head: usize, token: usize) -> *mut u8 {
-        self.base.0.wrapping_add(head * self.head + self.offset(block, token))
+        self.base.0.wrapping_add(head * self.head + block.get() as usize * self.block + token * self.token)
     }
 
-    /// Where a head's runs begin: that of block 0, token 0.
+    /// This cache's first run: of block 0, head 0, token 0.
     #[inline(always)]
-    pub(crate) fn head(&self, head: usize) -> *const u8 {
-        self.base.0.wrapping_add(head * self.head).cast_const()
+    pub(crate) fn first(&self) -> *const u8 {
+        self.base.0.cast_const()
     }
 
-    /// Bytes from a head's first run to that of (block, token).
+    /// Where the first head's run of (block, token) is read: here, or where the page's alias says.
     #[inline(always)]
-    pub(crate) fn offset(&self, block: BlockId, token: usize) -> usize {
-        block.get() as usize * self.block + token * self.token
+    pub(crate) fn start(&self, block: BlockId, token: usize) -> *const u8 {
+        // Relaxed: who reads the page holds it, or its caller keeps everybody off it; so the alias does not change meanwhile.
+        let alias = self.aliases.get(block.get() as usize).map(|page| page.load(Ordering::Relaxed).cast_const());
+        match alias.filter(|alias| !alias.is_null()) {
+            Some(alias) => alias.wrapping_add(token * self.token),
+            None => self.run(block, 0, token).cast_const(),
+        }
     }
 
     /// Bytes from one head to the next.
@@ -102,7 +112,8 @@ impl KvCacheView {
                 }
             }
         }
-        Ok(Self { layout: Arc::new(layout), dtype, bases: bases.into() })
+        let aliases = Arc::new(Aliases::new(layout.shape()));
+        Ok(Self { layout: Arc::new(layout), dtype, bases: bases.into(), aliases })
     }
 
     /// Where each byte lies.
@@ -142,10 +153,16 @@ impl KvCacheView {
         if block.get() < blocks { Ok(()) } else { Err(KernelError::BlockOutOfRange { block, blocks }) }
     }
 
+    /// Which pages are read from elsewhere.
+    pub(crate) fn aliases(&self) -> &Aliases {
+        &self.aliases
+    }
+
     /// One plane of one layer; the caller checked both.
-    pub(crate) fn plane(&self, layer: u16, plane: usize) -> PlanePages {
+    pub(crate) fn plane(&self, layer: u16, plane: usize) -> PlanePages<'_> {
         let strides = &self.layout.planes()[plane];
         PlanePages {
+            aliases: self.aliases.plane(layer, plane),
             base: self.bases[usize::from(layer) * self.layout.planes().len() + plane],
             block: strides.block as usize,
             head: strides.head as usize,

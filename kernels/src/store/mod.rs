@@ -54,7 +54,7 @@ impl Slot {
 ///
 /// # Errors
 /// [`KernelError`] if a slot or the layer does not exist, a slice has the wrong length, values are missing or superfluous, or a
-/// page is held by somebody else ([`KernelError::PageBusy`]). Nothing is stored then.
+/// page is held by somebody else ([`KernelError::PageBusy`]), or read from elsewhere ([`KernelError::PageAliased`]). Nothing is stored then.
 #[expect(unsafe_code, reason = "the guards are what the stores ask for")]
 pub fn store_kv(
     cache: &HostKvCache,
@@ -69,7 +69,9 @@ pub fn store_kv(
     let mut blocks: Vec<_> = stored.map(|slot| BlockId::new((slot.get() / tokens_per_block) as u32)).collect();
     blocks.sort_unstable();
     blocks.dedup();
-    let _pages = cache.guard_layer(GuardMode::Write, layer, blocks.into_iter())?;
+    let _pages = cache.guard_layer(GuardMode::Write, layer, blocks.iter().copied())?;
+    // Looked at while they are held: an alias comes and goes under a write guard.
+    check_own(cache.view(), layer, blocks.into_iter())?;
     // SAFETY: `check` passed, and the pages are held for writing until the end of this function.
     unsafe { raw::store_checked(cache.view(), layer, slots, keys, values) };
     Ok(())
@@ -91,9 +93,20 @@ pub unsafe fn store_kv_unguarded(
     values: Option<&[f32]>,
 ) -> Result<(), KernelError> {
     check(view, layer, slots, keys, values)?;
+    let tokens_per_block = u64::from(view.layout().shape().tokens_per_block);
+    let stored = slots.iter().filter(|&&slot| slot != Slot::SKIP);
+    check_own(view, layer, stored.map(|slot| BlockId::new((slot.get() / tokens_per_block) as u32)))?;
     // SAFETY: `check` passed, and the caller keeps others off the pages.
     unsafe { raw::store_checked(view, layer, slots, keys, values) };
     Ok(())
+}
+
+/// Pages that are read from elsewhere are nobody's to write.
+fn check_own(view: &KvCacheView, layer: u16, blocks: impl Iterator<Item = BlockId>) -> Result<(), KernelError> {
+    match blocks.into_iter().find(|&block| view.aliases().is_aliased(layer, block)) {
+        Some(block) => Err(KernelError::PageAliased { layer, block }),
+        None => Ok(()),
+    }
 }
 
 fn check(
