@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kvferry_transport::rdma::RdmaConfigFile;
 use kvferry_transport::{Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
 
-use crate::config::{ConnectorConfig, TransportKind};
+use crate::config::{ConnectorConfig, SameHost, TransportKind};
 use crate::error::ConnectorError;
 use crate::keys;
 
@@ -48,6 +48,7 @@ pub fn open_transport(config: &ConnectorConfig, greeting: Bytes) -> Result<Arc<d
             prove_ms: (silence_ms * 3 / 10).clamp(10, 600_000),
             ..defaults.rdma
         },
+        in_place: network.same_host == SameHost::InPlace,
         plain_payload: network.plain_payload,
         link_gbps: network.link_gbps,
         stall_ms: silence_ms,

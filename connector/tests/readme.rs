@@ -3,7 +3,7 @@
 use kvferry::config::{KEYS, table};
 
 /// Keys that vLLM says itself, or that can have one value only there.
-const NOT_IN_VLLM: [&str; 12] = [
+const NOT_IN_VLLM: [&str; 13] = [
     "engine_id",
     "role",
     "order",
@@ -13,6 +13,7 @@ const NOT_IN_VLLM: [&str; 12] = [
     "transport",
     "layerwise",
     "load_failure_policy",
+    "same_host",
     "staging_bytes",
     "tier_bytes",
     "write_back_blocks",

@@ -90,6 +90,12 @@ pub trait Transport: Send + Sync + 'static {
         Err(TransportError::Refused { reason: format!("{peer}'s memory is not read in place by this transport") })
     }
 
+    /// Whether a post under this grant of a peer would be handed over in place. Of a peer without a session nothing would.
+    fn is_in_place(&self, peer: &PeerId, grant: GrantKey) -> bool {
+        let _ = (peer, grant);
+        false
+    }
+
     /// Asks a peer to let go of a post that it holds in place, once; it hears [`Event::Recalled`]. The post ends when it has.
     fn recall(&self, peer: &PeerId, post: PostId) {
         let _ = (peer, post);

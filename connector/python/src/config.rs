@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
-use kvferry::config::{ConfigError, ConnectorConfig, KEYS, RawConfig, Role, TransferOrder, TransportKind};
+use kvferry::config::{ConfigError, ConnectorConfig, KEYS, RawConfig, Role, SameHost, TransferOrder, TransportKind};
 use kvferry_protocol::Incarnation;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -201,6 +201,10 @@ fn refuse_what_cannot_be_here(config: &ConnectorConfig) -> Result<(), BindingErr
                    router asks first";
         return refuse("order", config.order().to_string(), fix);
     }
+    if config.network().same_host != SameHost::Copy {
+        let fix = "write copy, or leave it out: this engine's attention reads its own cache only";
+        return refuse("same_host", config.network().same_host.to_string(), fix);
+    }
     let limits = config.limits();
     if limits.tier_bytes > 0 {
         return refuse("tier_bytes", limits.tier_bytes.to_string(), "write 0: tiers are not wired to this engine yet");
@@ -230,7 +234,7 @@ fn own_port(key: &str, address: &str, offset: u16) -> Result<String, BindingErro
 
 const ORIGIN: &str = "kv_connector_extra_config";
 /// Keys that the engine's own configuration says, or that can have one value only here.
-const NOT_HERE: [&str; 12] = [
+const NOT_HERE: [&str; 13] = [
     "engine_id",
     "role",
     "load_failure_policy",
@@ -240,6 +244,7 @@ const NOT_HERE: [&str; 12] = [
     "layerwise",
     "transport",
     "order",
+    "same_host",
     "tier_bytes",
     "write_back_blocks",
     "staging_bytes",

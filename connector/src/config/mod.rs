@@ -41,7 +41,7 @@ pub use psk::PreSharedKey;
 pub use raw::{KEYS, Key, Origins, RawConfig, table};
 pub use tls::TlsFiles;
 pub use typed::{
-    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Names, Network, Role, TransferOrder, TransportKind,
+    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Names, Network, Role, SameHost, TransferOrder, TransportKind,
 };
 
 impl ConnectorConfig {

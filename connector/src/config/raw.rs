@@ -107,6 +107,7 @@ keys! {
     plain_payload: bool, "false", "Whether a path whose K/V is not encrypted (`rdma`, `ucx`) may be named beside TLS.";
     lanes: u64, "2 on one host, 4 to others", "Data connections to each peer, 1 to 64.";
     paths: Vec<String>, "all but `rdma` and `ucx`", "Ways that K/V may go: `shm` (shared memory), `cma` (read out of the peer's process), `uds` (Unix sockets), all three on one host, and `tcp`; beside `tcp` also `rdma` (verbs, tested with a pattern in each session) and `ucx`, where they are named. The best that both sides have is taken.";
+    same_host: String, "`copy`", "How K/V of a peer on this host is taken where memory is shared (`shm`): `copy` (once, into this engine's own blocks), or `in-place` (read where prefill has it, which keeps the blocks until decode is done with them); for engines that can, and both sides say it.";
     rdma_devices: Vec<String>, "all with an active port", "RDMA devices by name, as `ibv_devices` lists them, if `paths` has `rdma`.";
     rdma_gid_index: u64, "the best", "Entry of the GID table of the RDMA ports, 0 to 255, if the one that is chosen does not reach the peers.";
     link_gbps: f64, "no limit", "Most gigabits a second sent over one link, in all its lanes.";

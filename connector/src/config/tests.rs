@@ -79,6 +79,7 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
         ("plain_payload", "true"),
         ("lanes", "2"),
         ("paths", "['uds', 'rdma', 'tcp']"),
+        ("same_host", "'in-place'"),
         ("rdma_devices", "['mlx5_0']"),
         ("rdma_gid_index", "3"),
         ("link_gbps", "12.5"),

@@ -168,6 +168,16 @@ choice! {
     }
 }
 
+choice! {
+    /// How K/V of a peer on this host is taken where memory is shared.
+    SameHost {
+        /// Copied once.
+        Copy = "copy",
+        /// Read where the peer has it.
+        InPlace = "in-place",
+    }
+}
+
 /// How peers are reached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Network {
@@ -195,6 +205,8 @@ pub struct Network {
     pub lanes: Option<NonZeroU16>,
     /// Ways that K/V may go; not empty.
     pub paths: Vec<PathKind>,
+    /// How K/V of a peer on this host is taken.
+    pub same_host: SameHost,
     /// RDMA devices by name; empty takes each that has an active port.
     pub rdma_devices: Vec<String>,
     /// The entry of the GID table of their ports; `None`: the best one.
@@ -431,6 +443,8 @@ impl TryFrom<RawConfig> for Network {
                 .transpose()?
                 .and_then(NonZeroU16::new),
             paths: ways(&paths)?,
+            same_host: choose("same_host", raw.same_host.as_deref(), SameHost::from_word, SameHost::TEXTS)?
+                .unwrap_or(SameHost::Copy),
             rdma_devices: raw.rdma_devices.unwrap_or_default(),
             rdma_gid_index: raw.rdma_gid_index.map(|at| number("rdma_gid_index", Some(at), 0, 0..=255)).transpose()?,
             link_gbps: raw.link_gbps,

@@ -75,6 +75,10 @@ pub trait Scheduler: Send {
         let _ = (request, more);
     }
 
+    /// A request could not be given blocks. Called before [`Scheduler::build_step`], as often as that is so: what peers hold of this engine's
+    /// blocks beyond their transfers is asked back.
+    fn short_of_blocks(&mut self) {}
+
     /// What the workers must do in this step. Called for every step, also an empty one. Engine counterpart:
     /// `build_connector_meta`.
     fn build_step(&mut self, step: &ScheduledStep) -> StepMeta;

@@ -48,6 +48,10 @@ pub struct StepMeta {
     /// Requests that lost their blocks since the last step: the engine calls [`Worker::preempted`](super::Worker::preempted) with
     /// them before anything of this step is written to the cache.
     pub preempted: Vec<RequestId>,
+    /// Requests that have no blocks any more: what they read in place is let go of before anything else of the step.
+    pub finished: Vec<RequestId>,
+    /// The engine is short of blocks: what peers hold in place of its own is asked back.
+    pub recall: bool,
 }
 
 /// A transfer to end.
@@ -144,6 +148,8 @@ pub struct StepResults {
     pub failed: Vec<LoadFailure>,
     /// Sends that ended, whatever their verdict: nothing reads their blocks any more.
     pub sent: Vec<RequestId>,
+    /// Requests of which something was read in place and is not what it was: what was computed with it since the last report is void.
+    pub withdrawn: Vec<LoadFailure>,
     /// Blocks that were kept and brought.
     pub tier: TierResults,
 }
@@ -168,6 +174,8 @@ pub struct Applied {
     pub loaded: Vec<RequestId>,
     /// Requests to recompute or fail; surfaces also after `loaded` where layers were used while they landed.
     pub failed: Vec<LoadFailure>,
+    /// Requests whose part of this step is void, though their verdict is still to come.
+    pub void: Vec<RequestId>,
     /// Requests to compute from their good prefix on, whatever the policy for failed loads: the tier had less than it promised.
     pub missed: Vec<LoadFailure>,
     /// Requests whose held blocks are the engine's again.
@@ -198,7 +206,7 @@ impl Load {
 
 impl StepMeta {
     /// Version of both values; scheduler and workers must agree.
-    pub const VERSION: u16 = 4;
+    pub const VERSION: u16 = 5;
 
     /// The bytes in which it goes to the workers, where they are other processes.
     ///
@@ -216,7 +224,7 @@ impl StepMeta {
         codec::decode_local("step metadata", bytes)
     }
 
-    /// Whether there is nothing to do; what is settled can wait for a later step.
+    /// Whether there is nothing to do; what is settled can wait for a later step, and blocks are short only where steps go on.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.loads.is_empty()
@@ -224,14 +232,15 @@ impl StepMeta {
             && self.reading.is_empty()
             && self.cancels.is_empty()
             && self.preempted.is_empty()
+            && self.finished.is_empty()
             && self.tier == TierMeta::default()
     }
 }
 
 impl Default for StepMeta {
     fn default() -> Self {
-        let (loads, saves, reading, cancels, settled, tier, preempted) = Default::default();
-        Self { version: Self::VERSION, loads, saves, reading, cancels, settled, tier, preempted }
+        let (loads, saves, reading, cancels, settled, tier, preempted, finished, recall) = Default::default();
+        Self { version: Self::VERSION, loads, saves, reading, cancels, settled, tier, preempted, finished, recall }
     }
 }
 
@@ -239,8 +248,8 @@ impl StepResults {
     /// Nothing happened.
     #[must_use]
     pub fn empty(tp_rank: TpRank) -> Self {
-        let (started, loaded, failed, sent, tier) = Default::default();
-        Self { version: StepMeta::VERSION, tp_rank, started, loaded, failed, sent, tier }
+        let (started, loaded, failed, sent, withdrawn, tier) = Default::default();
+        Self { version: StepMeta::VERSION, tp_rank, started, loaded, failed, sent, withdrawn, tier }
     }
 
     /// Whether nothing happened.
@@ -250,6 +259,7 @@ impl StepResults {
             && self.loaded.is_empty()
             && self.failed.is_empty()
             && self.sent.is_empty()
+            && self.withdrawn.is_empty()
             && self.tier == TierResults::default()
     }
 

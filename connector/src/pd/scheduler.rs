@@ -42,6 +42,8 @@ pub struct SchedulerOptions {
 pub struct PdScheduler {
     options: SchedulerOptions,
     rules: SaveRules,
+    /// The engine reads peers' blocks where they lie.
+    reads_in_place: bool,
     loads: BTreeMap<RequestId, LoadState>,
     keeps: BTreeMap<RequestId, KeepState>,
     /// Requests whose one load is behind them, until the engine finishes them.
@@ -73,6 +75,7 @@ impl PdScheduler {
         Self {
             options,
             rules: SaveRules { granule: 1, shares_early: false },
+            reads_in_place: false,
             loads: BTreeMap::new(),
             keeps: BTreeMap::new(),
             fetched: BTreeSet::new(),
@@ -98,6 +101,17 @@ impl PdScheduler {
     #[must_use]
     pub const fn with_early_sharing(mut self) -> Self {
         self.rules.shares_early = true;
+        self
+    }
+
+    /// For an engine that can read peers' blocks where they lie, and whose workers do if they are configured so (`same_host = "in-place"`).
+    ///
+    /// Such an engine has its workers' attention read an aliased block where its alias says ([`HostKvCache`](kvferry_kernels::HostKvCache)),
+    /// writes into no block of a load but the last, takes what [`Applied::failed`] and [`Applied::void`] say of a step before it uses what the
+    /// step computed, and lets no other request find blocks that were loaded.
+    #[must_use]
+    pub const fn with_reading_in_place(mut self) -> Self {
+        self.reads_in_place = true;
         self
     }
 
@@ -306,11 +320,39 @@ impl PdScheduler {
         let load = self.loads.remove(&id).expect("looked up above");
         self.next.settled.push(id.clone());
         if load.aborted {
+            self.let_go(&id);
             self.release_if_free(id, applied);
         } else if let Some(failure) = load.failure {
             applied.failed.push(failure);
         } else if !load.surfaced {
             applied.loaded.push(id);
+        }
+    }
+
+    /// What a request reads in place is not what it was.
+    fn apply_withdrawn(&mut self, failure: LoadFailure, applied: &mut Applied) {
+        let id = &failure.request;
+        match self.loads.get_mut(id) {
+            // Other ranks still load: the end that they wait for is a failure now.
+            Some(load) => {
+                applied.void.push(id.clone());
+                load.failure = Some(match load.failure.take() {
+                    Some(first) => shorter(first, failure),
+                    None => failure,
+                });
+            }
+            // Once for all ranks: the first one's word is the request's.
+            None if self.fetched.contains(id) && !applied.failed.iter().any(|known| known.request == *id) => {
+                applied.failed.push(failure);
+            }
+            None => self.unknown_results += 1,
+        }
+    }
+
+    /// A request has no blocks any more.
+    fn let_go(&mut self, request: &RequestId) {
+        if self.reads_in_place {
+            self.next.finished.push(request.clone());
         }
     }
 
@@ -383,6 +425,7 @@ impl Scheduler for PdScheduler {
         for id in requests {
             let keeps = self.keeps.get_mut(id).is_some_and(KeepState::preempt);
             let others = self.loads.contains_key(id)
+                || (self.reads_in_place && self.fetched.contains(id))
                 || self.tier.as_ref().is_some_and(|tier| tier.uses(id))
                 || self.returning.as_ref().is_some_and(|returning| returning.uses(id));
             if keeps || others {
@@ -443,8 +486,14 @@ impl Scheduler for PdScheduler {
         meta
     }
 
+    fn short_of_blocks(&mut self) {
+        self.next.recall = true;
+    }
+
     fn finished(&mut self, request: &RequestId, blocks: &[BlockId], how: EngineFinish) -> Hold {
-        self.fetched.remove(request);
+        if self.fetched.remove(request) && !self.loads.contains_key(request) {
+            self.let_go(request);
+        }
         self.kept.remove(request);
         let mut transfer = None;
         if let Some(load) = self.loads.get_mut(request) {
@@ -486,6 +535,9 @@ impl Scheduler for PdScheduler {
             }
             for failure in result.failed {
                 self.apply_load_end(rank, failure.request.clone(), Some(failure), &mut applied);
+            }
+            for failure in result.withdrawn {
+                self.apply_withdrawn(failure, &mut applied);
             }
             for id in result.sent {
                 self.apply_sent(rank, id, &mut applied);

@@ -62,6 +62,8 @@ pub struct TcpConfigFile {
     pub max_grants: u32,
     /// The most posts to one peer at once.
     pub max_posts: u32,
+    /// Whether memory is read where it lies, of peers on this host that do so, too: theirs by this endpoint, and its own by them.
+    pub in_place: bool,
     /// The most bytes of this endpoint's memory that peers of this host may hold in place at once; 0 lets none.
     pub max_held_bytes: u64,
     /// How long a peer may hold a write in place before it is asked to let go. It is never made to: what it holds stays as it is until it has
@@ -103,6 +105,7 @@ impl Default for TcpConfigFile {
             max_unauthenticated_per_address: 64,
             max_grants: 1 << 16,
             max_posts: 4096,
+            in_place: true,
             max_held_bytes: 64 << 30,
             hold_ms: 60_000,
             max_events: 1 << 16,
@@ -140,6 +143,7 @@ pub struct TcpConfig {
     pub(crate) max_unauthenticated_per_address: usize,
     pub(crate) max_grants: usize,
     pub(crate) max_posts: usize,
+    pub(crate) in_place: bool,
     pub(crate) max_held_bytes: u64,
     pub(crate) hold: Duration,
     pub(crate) max_events: usize,
@@ -269,6 +273,7 @@ impl TcpConfig {
             max_unauthenticated_per_address: file.max_unauthenticated_per_address as usize,
             max_grants: file.max_grants as usize,
             max_posts: file.max_posts as usize,
+            in_place: file.in_place,
             max_held_bytes: file.max_held_bytes,
             hold: Duration::from_millis(file.hold_ms),
             max_events: file.max_events as usize,

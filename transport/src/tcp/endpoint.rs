@@ -159,7 +159,8 @@ impl Tcp {
             verbs.as_ref().map(|_| ()).map_err(Clone::clone),
             ucx.as_ref().map(|_| ()).map_err(Clone::clone),
         )
-        .with_rails(rails.iter().map(|(address, _)| *address).collect());
+        .with_rails(rails.iter().map(|(address, _)| *address).collect())
+        .with_in_place(config.in_place);
         let unix = local
             .rendezvous
             .as_deref()
@@ -459,6 +460,10 @@ impl Transport for Tcp {
 
     fn post(&self, peer: &PeerId, write: Write) -> Result<PostId, Box<PostError>> {
         self.shared.try_post(peer, &write, None).map_err(|reason| Box::new(PostError { write, reason }))
+    }
+
+    fn is_in_place(&self, peer: &PeerId, grant: GrantKey) -> bool {
+        self.shared.session(peer).is_ok_and(|session| session.is_in_place && grant.is_in_place())
     }
 
     fn watches(&self, peer: &PeerId) -> bool {

@@ -24,6 +24,8 @@ pub(crate) struct Local {
     pub(crate) rendezvous: Option<String>,
     /// More addresses that we listen on for data lanes.
     rails: Vec<SocketAddr>,
+    /// Whether memory is read where it lies.
+    in_place: bool,
 }
 
 /// What two endpoints agree on.
@@ -70,12 +72,17 @@ impl Local {
                 name
             })
         });
-        Self { allowed, boot, rdma, ucx, rendezvous, rails: Vec::new() }
+        Self { allowed, boot, rdma, ucx, rendezvous, rails: Vec::new(), in_place: true }
     }
 
     /// The same with rails.
     pub(crate) fn with_rails(self, rails: Vec<SocketAddr>) -> Self {
         Self { rails, ..self }
+    }
+
+    /// The same, whether memory is read where it lies or not.
+    pub(crate) fn with_in_place(self, in_place: bool) -> Self {
+        Self { in_place, ..self }
     }
 
     pub(crate) fn allows(&self, kind: PathKind) -> bool {
@@ -89,7 +96,9 @@ impl Local {
         if let (Ok(boot), Some(name)) = (&self.boot, &self.rendezvous) {
             if self.allows(PathKind::SharedMemory) {
                 offer(OfferKind::SHARED_MEMORY, Vec::new());
-                offer(OfferKind::IN_PLACE, Vec::new());
+                if self.in_place {
+                    offer(OfferKind::IN_PLACE, Vec::new());
+                }
             }
             if self.allows(PathKind::ProcessMemory) {
                 offer(OfferKind::PROCESS_MEMORY, Vec::new());
@@ -166,7 +175,7 @@ impl Local {
             _ => self.tcp_route(version, find(OfferKind::TCP), &mut not),
         };
         let (by_descriptor, by_address) = (by_descriptor.is_ok(), by_address.is_ok());
-        let in_place = by_descriptor && find(OfferKind::IN_PLACE).is_some();
+        let in_place = self.in_place && by_descriptor && find(OfferKind::IN_PLACE).is_some();
         Choice { route, by_descriptor, by_address, in_place, by_device, by_ucx, not }
     }
 
