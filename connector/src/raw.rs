@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use kvferry_kernels::copy::RegionTable;
 use kvferry_kernels::device::{DeviceError, DeviceKvCache, Event, Lane, StagedRun};
-use kvferry_kernels::{HostRegion, KernelError, KvCacheView, KvDtype};
+use kvferry_kernels::{AliasOwner, HostRegion, KernelError, KvCacheView, KvDtype, PageGuards};
 use kvferry_protocol::digest::Digest;
 use kvferry_protocol::layout::{CopyPlan, KvLayout};
 use kvferry_protocol::{BlockId, RegionId};
-use kvferry_transport::{Memory, MemoryFile, MemoryKind, Transport};
+use kvferry_transport::{Adopted, Memory, MemoryFile, MemoryKind, Transport};
 
 use crate::error::ConnectorError;
 use crate::pd::KvCache;
@@ -216,4 +216,52 @@ pub(crate) fn table(cache: &KvCache) -> RegionTable {
     // SAFETY: the caller's clone keeps kvferry's own regions mapped while it uses the table, and its guards keep others from
     // writing the pages meanwhile; for its own memory the engine promised both.
     unsafe { RegionTable::new(cache.regions()) }
+}
+
+/// A page in a peer's memory that is mapped here: where each plane's first run lies.
+#[derive(Clone, Debug)]
+pub(crate) struct ForeignPage {
+    /// The layer, counted within this worker.
+    pub(crate) layer: u16,
+    /// Which block of this worker's it stands for.
+    pub(crate) block: BlockId,
+    planes: Box<[NonNull<u8>]>,
+}
+
+// SAFETY: it only knows addresses; whoever follows one holds what keeps them mapped.
+unsafe impl Send for ForeignPage {}
+
+impl ForeignPage {
+    pub(crate) fn new(layer: u16, block: BlockId, planes: Vec<NonNull<u8>>) -> Self {
+        Self { layer, block, planes: planes.into() }
+    }
+
+    /// Has attention read the page where it lies, until it is settled; see [`PageGuards::alias`].
+    ///
+    /// Each address was found in what `owner` lends, with all runs of the page behind it, and what was read there was verified.
+    pub(crate) fn alias(&self, guards: &mut PageGuards, owner: &AliasOwner) -> Result<(), KernelError> {
+        // SAFETY: the runs were found inside pieces of what the owner, an `Adopted`, lends: mapped until it is dropped, and unchanged, or else it
+        // says so, which is asked after every use.
+        unsafe { guards.alias(self.layer, self.block, &self.planes, owner) }
+    }
+}
+
+/// Where pages lie in a peer's memory, a region for each plane of each; `span` says how many bytes one has from its first run to the end of its
+/// last.
+///
+/// The pages were found in what is lent, each run of them; only runs are read, while `lent` is borrowed by who digests.
+pub(crate) fn foreign_table(lent: &Adopted, pages: &[ForeignPage], span: impl Fn(usize) -> u64) -> RegionTable {
+    let _ = lent;
+    let planes = pages.iter().flat_map(|page| page.planes.iter().enumerate());
+    let regions =
+        planes.map(|(plane, &address)| (address, usize::try_from(span(plane)).unwrap_or(usize::MAX))).collect();
+    // SAFETY: each run lies in a piece of `lent`, which the caller keeps while it uses the table: mapped and readable from any thread. The
+    // sender writes nothing there meanwhile, or gives up the post first, which the caller looks for afterwards.
+    unsafe { RegionTable::new(regions) }
+}
+
+/// A table of one region, a buffer that the caller does not touch while it uses the table.
+pub(crate) fn buffer_table(buffer: &mut [u8]) -> RegionTable {
+    // SAFETY: the caller owns the buffer, keeps it, and leaves it alone meanwhile.
+    unsafe { RegionTable::new(vec![(NonNull::from(&mut *buffer).cast(), buffer.len())]) }
 }

@@ -55,6 +55,8 @@ pub struct NodeConfig {
     pub on_load_failure: LoadFailurePolicy,
     /// How requests find what earlier ones computed.
     pub prefix: PrefixKind,
+    /// Whether it reads peers' blocks where they lie, and lets them read its own.
+    pub in_place: bool,
 }
 
 impl NodeConfig {
@@ -64,8 +66,8 @@ impl NodeConfig {
     /// The shape of the runner's cache.
     #[must_use]
     pub const fn cache(&self) -> CacheConfig {
-        let Self { order, dtype, blocks, tokens_per_block, tp_size, .. } = *self;
-        CacheConfig { order, dtype, blocks, tokens_per_block, tp_size }
+        let Self { order, dtype, blocks, tokens_per_block, tp_size, in_place: shareable, .. } = *self;
+        CacheConfig { order, dtype, blocks, tokens_per_block, tp_size, shareable }
     }
 
     /// How the scheduler fills its steps for a model.
@@ -81,6 +83,7 @@ impl NodeConfig {
             vocab: model.config().vocab,
             on_load_failure: self.on_load_failure,
             prefix: self.prefix,
+            in_place: self.in_place,
             watermark_blocks: self.blocks as usize / WATERMARK,
         }
     }

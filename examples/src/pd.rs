@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, select};
-use kvferry::config::{ConfigError, ConnectorConfig, RawConfig};
+use kvferry::config::{ConfigError, ConnectorConfig, RawConfig, SameHost};
 use kvferry::contract::TransferParams;
 use kvferry::metrics::Metrics;
 use kvferry::pd::{PdHandle, PdScheduler, PdWorker, PdWorkerParts, SchedulerOptions, greeting};
@@ -95,7 +95,8 @@ impl PdNode {
         let incarnation = Incarnation::new(random_bits()? as u64);
         let rank_config = |rank| ConnectorConfig::try_from((of_rank(&raw, rank, node.tp_size), incarnation));
         let first = rank_config(0)?;
-        let node = NodeConfig { on_load_failure: first.load_failure_policy(), ..*node };
+        let in_place = first.network().same_host == SameHost::InPlace;
+        let node = NodeConfig { on_load_failure: first.load_failure_policy(), in_place, ..*node };
         let runner = Runner::new(Arc::clone(&model.model), node.cache()).map_err(NodeError::from)?;
         let manifest = manifest_of(model, node.dtype);
         let mut workers = Vec::new();
@@ -117,6 +118,9 @@ impl PdNode {
         let (reporters, layerwise) = (workers.len() as u16, first.layerwise());
         let options = SchedulerOptions { tokens_per_block, reporters, layerwise };
         let mut half = PdScheduler::new(options).with_returns(first.limits().write_back_blocks);
+        if in_place {
+            half = half.with_reading_in_place();
+        }
         // Every rank holds as many: heads spread evenly.
         let frames =
             runner.ranks().first().map_or(0, |rank| HostTier::frames(rank.cache().layout(), first.limits().tier_bytes));

@@ -31,6 +31,7 @@ fn serve() -> Server {
         max_running: 4,
         on_load_failure: LoadFailurePolicy::Recompute,
         prefix: kvferry::pool::PrefixKind::Hash,
+        in_place: false,
     };
     let engine = model.start_local(&config).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();

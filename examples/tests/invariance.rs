@@ -31,6 +31,7 @@ fn config(order: &str, dtype: &str, tokens_per_block: u32, chunk_tokens: usize) 
         max_running: 8,
         on_load_failure: LoadFailurePolicy::Fail,
         prefix: kvferry::pool::PrefixKind::Off,
+        in_place: false,
     }
 }
 

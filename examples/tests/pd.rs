@@ -27,6 +27,7 @@ fn ranks(blocks: u32, tp_size: u16) -> NodeConfig {
         max_running: 4,
         on_load_failure: LoadFailurePolicy::Recompute,
         prefix: kvferry::pool::PrefixKind::Hash,
+        in_place: false,
     }
 }
 

@@ -34,6 +34,7 @@ impl Reference {
             max_running: 8,
             on_load_failure: LoadFailurePolicy::Recompute,
             prefix: kvferry::pool::PrefixKind::Off,
+            in_place: false,
         };
         let engine = model.start_local(&config).expect("an engine starts");
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("a runtime");

@@ -41,7 +41,8 @@ pub use psk::PreSharedKey;
 pub use raw::{KEYS, Key, Origins, RawConfig, table};
 pub use tls::TlsFiles;
 pub use typed::{
-    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Names, Network, Role, SameHost, TransferOrder, TransportKind,
+    ConnectorConfig, Deadlines, KeyFiles, Limits, LoadFailurePolicy, Names, Network, Role, SameHost, TransferOrder,
+    TransportKind,
 };
 
 impl ConnectorConfig {

@@ -61,6 +61,14 @@ metrics! {
         "K/V bytes handed to the transport (send), or landed and verified (receive).";
     lent_bytes_total: Counter => u64,
         "Bytes that were sent by staying where they are: a peer on this host copied them out of this process's memory itself.";
+    handed_bytes_total: Counter => u64,
+        "Bytes that were sent by staying where they are for good: a peer on this host reads them in place.";
+    adopted_bytes_total: Counter => u64,
+        "Bytes of peers on this host that this process reads where they lie; a load's last block of them is copied.";
+    held_bytes: Gauge => u64,
+        "Bytes of this process's blocks that peers read in place, or are about to.";
+    recalled_writes_total: Counter => u64,
+        "Writes that peers on this host read in place and that were asked back.";
     chunks_total: Family<Side, Counter> => ByLabel<Side, u64>,
         "Chunks posted (send), or verified (receive).";
     transfer_seconds: Family<Side, Histogram> => ByLabel<Side, HistogramValues>,

@@ -191,6 +191,11 @@ impl Caches {
         self.cache.files().iter().all(Option::is_some)
     }
 
+    /// Whether attention can be told to read a page from elsewhere.
+    pub(crate) const fn can_alias(&self) -> bool {
+        matches!(self.cache, KvCache::Host(_))
+    }
+
     /// How many regions it has.
     pub(crate) fn regions(&self) -> u32 {
         self.cache.regions().len() as u32

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, Parser, ValueEnum};
-use kvferry::config::{ConfigError, LoadFailurePolicy, RawConfig, Role, TransferOrder};
+use kvferry::config::{self, ConfigError, LoadFailurePolicy, RawConfig, Role, TransferOrder};
 use kvferry::pool::PrefixKind;
 use kvferry::trace::{TraceError, Tracer};
 use kvferry_kernels::KvDtype;
@@ -23,6 +23,24 @@ pub enum Order {
     DecodeFirst,
     /// Prefill computes and offers; decode grants when it hears of it.
     PrefillFirst,
+}
+
+/// How KV blocks of a node on the same host are taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum SameHost {
+    /// They are copied once.
+    Copy,
+    /// They are read where they lie.
+    InPlace,
+}
+
+impl From<SameHost> for config::SameHost {
+    fn from(same_host: SameHost) -> Self {
+        match same_host {
+            SameHost::Copy => Self::Copy,
+            SameHost::InPlace => Self::InPlace,
+        }
+    }
 }
 
 /// How bytes travel between processes.
@@ -88,6 +106,8 @@ impl EngineOptions {
             max_running: self.max_running.get() as usize,
             on_load_failure: LoadFailurePolicy::Recompute,
             prefix: self.prefix_cache,
+            // As the connector's configuration says, if there is one.
+            in_place: false,
         }
     }
 }
@@ -104,6 +124,9 @@ pub struct LinkOptions {
     /// Which side of a transfer speaks first; the same on both sides
     #[arg(long, value_enum)]
     pub order: Option<Order>,
+    /// How decode takes KV blocks on one host: by a copy, or by reading them where prefill has them; the same on both sides
+    #[arg(long, value_enum)]
+    pub same_host: Option<SameHost>,
 }
 
 impl From<Order> for TransferOrder {
@@ -123,6 +146,7 @@ impl LinkOptions {
             ("--transport", self.transport.is_some()),
             ("--link-gbps", self.link_gbps.is_some()),
             ("--order", self.order.is_some()),
+            ("--same-host", self.same_host.is_some()),
         ];
         given.into_iter().find_map(|(option, given)| given.then_some(option))
     }
@@ -156,6 +180,9 @@ impl LinkOptions {
         }
         if let Some(order) = self.order {
             raw.order = Some(TransferOrder::from(order).to_string());
+        }
+        if let Some(same_host) = self.same_host {
+            raw.same_host = Some(config::SameHost::from(same_host).to_string());
         }
         if let Some(listen) = listen {
             raw.listen = Some(listen.to_string());
@@ -353,7 +380,7 @@ mod tests {
             "pair --model embedded --prompts p.txt --max-tokens 8 --concurrency 8 --order prefill-first --kv-dtype bf16 \
              --prefill-layout LPBNHC --decode-layout BHLPNC --prefill-block 16 --decode-block 7 --transport tcp \
              --link-gbps 2.5 --write-back on --turns 3 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json \
-             --system S --branches 3 --prefix-cache radix --prefill-blocks 40 --decode-blocks 50"
+             --system S --branches 3 --prefix-cache radix --prefill-blocks 40 --decode-blocks 50 --same-host in-place"
                 .split_whitespace(),
         )
         .unwrap();

@@ -52,7 +52,8 @@ impl Rank {
             tokens_per_block,
             run_bytes: vec![run, run],
         };
-        let cache = HostKvCache::new(shape, dtype, order, Placement::OneRegion)
+        let made = if config.shareable { HostKvCache::shareable } else { HostKvCache::new };
+        let cache = made(shape, dtype, order, Placement::OneRegion)
             .map_err(|source| RunnerError::Cache { blocks, order, source })?;
         let whole = queries == (0..model.heads);
         let (q, k, v, out) = Default::default();

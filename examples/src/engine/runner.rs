@@ -25,6 +25,8 @@ pub struct CacheConfig {
     pub tokens_per_block: u32,
     /// Tensor-parallel ranks over which KV heads and their attention are spread; each has a cache of this shape for its heads.
     pub tp_size: u16,
+    /// Whether its memory is such that other processes of this host may map it.
+    pub shareable: bool,
 }
 
 /// Why a runner cannot start, or a step could not be computed.

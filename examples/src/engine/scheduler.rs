@@ -166,7 +166,11 @@ impl<C: contract::Scheduler> Scheduler<C> {
             }
         }
         let mut void = output.void;
-        let Applied { loaded, failed, missed, released, unwanted } = self.connector.apply(output.connector);
+        let Applied { loaded, failed, void: more, missed, released, unwanted } = self.connector.apply(output.connector);
+        for id in more {
+            self.loading.extend(take_out(&mut self.running, &id));
+            void.push(id);
+        }
         for id in loaded {
             events.extend(self.loaded(&id));
         }
@@ -265,8 +269,9 @@ impl<C: contract::Scheduler> Scheduler<C> {
     /// What a step has computed and read of a request is in place: later requests can share its complete blocks.
     fn register(&mut self, id: &RequestId) {
         let Some(request) = self.running.iter_mut().find(|request| request.seen.id == *id) else { return };
-        let Some(table) = &mut request.table else { return };
         request.has_stepped = true;
+        let is_own = !self.config.in_place || request.brought == 0;
+        let Some(table) = request.table.as_mut().filter(|_| is_own) else { return };
         if let Err(error) = self.cache.register(table, &request.text, request.computed) {
             tracing::error!(request = %id, %error, "its blocks cannot be shared");
         }
@@ -304,6 +309,8 @@ impl<C: contract::Scheduler> Scheduler<C> {
         let Some(table) = request.table else { return finished };
         // Of what was aborted, only what was registered before is known to be good.
         let good = match how {
+            // What lies in a peer's memory goes with the request.
+            EngineFinish::Complete if self.config.in_place && request.brought > 0 => request.local,
             EngineFinish::Complete => request.computed,
             EngineFinish::Aborted => table.registered() * self.config.tokens_per_block as usize,
         };

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, bail};
-use kvferry::config::TransferOrder;
+use kvferry::config::{SameHost, TransferOrder};
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
@@ -183,6 +183,9 @@ fn node(program: &Path, options: &PairOptions, role: Role, key: &str, (longest, 
     }
     if let Some(order) = options.link.order {
         command.args(["--order", &TransferOrder::from(order).to_string()]);
+    }
+    if let Some(same_host) = options.link.same_host {
+        command.args(["--same-host", &SameHost::from(same_host).to_string()]);
     }
     if let Some(rate) = options.link.link_gbps {
         command.args(["--link-gbps", &rate.to_string()]);

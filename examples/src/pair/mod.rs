@@ -137,6 +137,7 @@ async fn reference(
         max_running: concurrency as usize,
         on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,
         prefix: kvferry::pool::PrefixKind::Off,
+        in_place: false,
     };
     let engine = model.start_local(&config)?;
     let one = |_, prompt| {

@@ -62,6 +62,8 @@ pub(super) struct Driver {
     pub(super) ended: Ended,
     /// Which transfer a grant of ours belongs to: what lands names it, but only this table is believed.
     pub(super) granted: BTreeMap<GrantKey, TransferId>,
+    /// Writes that their peers asked back before they were verified.
+    pub(super) recalled: BTreeSet<(GrantKey, u32)>,
     pub(super) posting: Posting,
     /// After the movers, which copy what it guards.
     pub(super) keeping: Option<Keeping>,
@@ -148,6 +150,7 @@ impl Driver {
             early,
             ended,
             granted: BTreeMap::new(),
+            recalled: BTreeSet::new(),
             posting,
             keeping,
             taking: Taking::default(),
@@ -219,6 +222,7 @@ impl Driver {
                 self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }
+            Command::Recall => self.recall_all(),
             Command::Connect(address) => {
                 self.peers.keep(address);
                 self.dial(address);
@@ -238,6 +242,8 @@ impl Driver {
                 self.abandon_stores(|_| true);
                 self.end_returns(|_| true);
                 self.end_takes();
+                // Who reads this side's blocks in place has the time to copy them.
+                self.recall_all();
                 self.stopping = Some((Instant::now() + grace, done));
             }
         }
@@ -353,9 +359,14 @@ impl Driver {
             receiving.get(transfer).is_some_and(|entry| !entry.over)
                 || sending.get(transfer).is_some_and(|entry| !entry.released)
         };
+        let leases = &self.leases;
+        let holds = |requests: &[RequestId]| {
+            leases.values().any(|lease| lease.hold.is_held() && requests.contains(&lease.request))
+        };
         self.waiting.retain(|(transfers, requests, done)| {
-            let wait =
-                transfers.iter().any(touches) || keeping.as_ref().is_some_and(|keeping| keeping.touches(requests));
+            let wait = transfers.iter().any(touches)
+                || holds(requests)
+                || keeping.as_ref().is_some_and(|keeping| keeping.touches(requests));
             if !wait {
                 // Who no longer waits need not hear it.
                 let _ = done.try_send(());
@@ -399,7 +410,12 @@ impl Driver {
         metrics.sessions_live.set(self.peers.count() as u64);
         metrics.addresses_dialled.set(self.peers.dialled() as u64);
         metrics.engine_messages_waiting.set(self.unheard.len() as u64);
-        metrics.lent_bytes_total.advance_to(self.transport.stats().lent_bytes);
+        let stats = self.transport.stats();
+        metrics.lent_bytes_total.advance_to(stats.lent_bytes);
+        metrics.handed_bytes_total.advance_to(stats.handed_bytes);
+        metrics.adopted_bytes_total.advance_to(stats.adopted_bytes);
+        metrics.recalled_writes_total.advance_to(stats.recalled_writes);
+        metrics.held_bytes.set(stats.held_bytes);
         let (used, limit) = self.posting.slab_bytes();
         metrics.slab_pool_used_bytes.set(used);
         metrics.slab_pool_limit_bytes.set(limit);
@@ -456,7 +472,8 @@ impl Driver {
         let live = self.receiving.values().any(|entry| !entry.over)
             || self.sending.values().any(|entry| !entry.over)
             || self.taking.entries.values().any(|entry| !entry.over)
-            || self.keeping.as_ref().is_some_and(Keeping::is_busy);
+            || self.keeping.as_ref().is_some_and(Keeping::is_busy)
+            || !self.posting.held.is_empty();
         if live && Instant::now() < *by {
             return false;
         }

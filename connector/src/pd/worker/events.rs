@@ -1,7 +1,7 @@
 //! What the transport reports, and which transfer it concerns.
 
 use bytes::Bytes;
-use kvferry_protocol::message::Message;
+use kvferry_protocol::message::{Message, Wrote};
 use kvferry_protocol::{PeerId, TransferId, codec};
 use kvferry_transport::{Event, GrantKey, PathReport, PeerAddress, TransportError};
 
@@ -26,7 +26,12 @@ impl Driver {
             Event::Found { peer, address } => self.found(&peer, address),
             Event::Message { peer, message } => self.message(peer, &message),
             Event::Posted { post, outcome } => self.post_ended(post, outcome),
+            Event::Held { post } => self.post_held(post),
             Event::Landed { peer, grant, notification, bytes, .. } => self.landed(&peer, grant, bytes, &notification),
+            Event::Lent { peer, grant, notification, bytes, adopted, .. } => {
+                self.lent(&peer, (grant, bytes), &notification, adopted);
+            }
+            Event::Recalled { peer, grant, sequence } => self.recalled(&peer, grant, sequence),
             _ => {}
         }
     }
@@ -129,6 +134,7 @@ impl Driver {
             let dropped = self.unheard.peer_down(peer);
             self.board.metrics.messages_dropped_total.at(DropReason::Overflow).add(dropped);
             self.taken_down(|of| of == peer, false);
+            self.ask_back(peer, None);
             let theirs = |entry: &Receiving| entry.peer.as_ref() == Some(peer);
             for (transfer, side) in self.transfers_where(theirs, |entry| entry.peer.as_ref() == Some(peer)) {
                 match side {
@@ -234,10 +240,19 @@ impl Driver {
     }
 
     fn landed(&mut self, peer: &PeerId, grant: GrantKey, bytes: u64, notification: &Bytes) {
+        let Some(wrote) = self.wrote(peer, grant, bytes, notification) else { return };
+        if self.taking.entries.contains_key(&wrote.transfer) {
+            return self.taken_landed(wrote);
+        }
+        self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
+    }
+
+    /// What a write's notification says, if it is what the grant was made for.
+    pub(super) fn wrote(&mut self, peer: &PeerId, grant: GrantKey, bytes: u64, notification: &Bytes) -> Option<Wrote> {
         let began = self.board.tracer.start();
         let Some(version) = self.peers.version(peer) else {
             self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
-            return;
+            return None;
         };
         let wrote = match codec::decode_wrote(version, notification) {
             Ok(wrote) => wrote,
@@ -245,35 +260,32 @@ impl Driver {
                 self.board.metrics.messages_dropped_total.at(DropReason::Malformed).add(1);
                 tracing::warn!(%peer, %error, "a write's notification cannot be read");
                 self.transport.disconnect(peer, &error.to_string());
-                return;
+                return None;
             }
         };
         // What the notification names must be what the grant was made for.
         if self.granted.get(&grant) != Some(&wrote.transfer) {
             self.board.metrics.messages_dropped_total.at(DropReason::Late).add(1);
-            return;
+            return None;
         }
         let taken = self.taking.entries.contains_key(&wrote.transfer);
         let heads = match self.receiving.get(&wrote.transfer) {
             Some(entry) => entry.heads.clone(),
             None if taken => self.caches.heads(),
-            None => return,
+            None => return None,
         };
         if bytes != wrote.rect.cells() * self.caches.bytes_per_cell(&heads) {
             let problem = format!("a write of {bytes} bytes was announced as {}", wrote.rect);
             tracing::warn!(%peer, transfer = %wrote.transfer, problem, "peer broke the protocol");
             self.transport.disconnect(peer, &problem);
-            return;
+            return None;
         }
         tracing::trace!(transfer = %wrote.transfer, rect = %wrote.rect, bytes, "landed");
         if let Some(began) = began {
             let span = || Span::since(began, Kind::Land).transfer(wrote.transfer).rect(wrote.rect).bytes(bytes);
             self.board.tracer.record(|| span().chunk(wrote.generation, wrote.sequence));
         }
-        if taken {
-            return self.taken_landed(wrote);
-        }
-        self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
+        Some(wrote)
     }
 
     /// The transfers that two conditions pick, receiving ones first.

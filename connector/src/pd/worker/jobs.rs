@@ -17,6 +17,7 @@ use kvferry_protocol::{BlockId, Generation, TransferId};
 use super::Input;
 use super::device::{Shipment, Staged, Upload, in_full};
 use super::inlet::Inlet;
+use super::reading::{Found, Look};
 use super::slabs::PooledSlab;
 use crate::pd::caches::Caches;
 use crate::trace::{Kind, Span, Tracer};
@@ -54,6 +55,8 @@ pub(super) enum Job {
         /// Which heads of the model.
         heads: Range<u16>,
     },
+    /// Look at what a peer lends, where it lies.
+    Look(Look),
     /// Digest what a peer's write left in the tier's memory.
     VerifyTaken {
         /// Whose.
@@ -108,6 +111,8 @@ pub(super) enum JobDone {
     Uploaded { write: WriteKey, ended: Result<(), String> },
     /// The digest of what landed.
     Verified { write: WriteKey, digest: Result<Digest, String> },
+    /// What was found of what is lent.
+    Looked { look: Look, found: Result<Found, String> },
     /// The digest of what landed in the tier's memory.
     VerifiedTaken { write: WriteKey, digest: Result<Digest, String> },
     /// A copy from or to the tier, and the digest of what arrived.
@@ -240,6 +245,9 @@ impl Job {
             Self::Verify { write, rect, heads, .. } => {
                 (Kind::Verify, Some(*write), Some(*rect), rect.cells() * caches.bytes_per_cell(heads))
             }
+            Self::Look(Look { write, rect, .. }) => {
+                (Kind::Verify, Some(*write), Some(*rect), rect.cells() * caches.bytes_per_cell(&caches.heads()))
+            }
             Self::VerifyTaken { write, rect, .. } => {
                 (Kind::Verify, Some(*write), Some(*rect), rect.cells() * caches.bytes_per_cell(&caches.heads()))
             }
@@ -283,6 +291,10 @@ fn perform(memory: &mut Memory, job: Job) -> JobDone {
     let caches = &memory.caches;
     match job {
         Job::Ship(_) | Job::Upload(_) => unreachable!("they are done by a lane"),
+        Job::Look(look) => {
+            let found = look.run(caches);
+            JobDone::Looked { look, found }
+        }
         Job::Tier(job) => {
             let digest = memory.tier().and_then(|tier| match job.direction {
                 Direction::Store => caches.copy_to(tier, &job.plan),

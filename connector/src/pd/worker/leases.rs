@@ -12,6 +12,7 @@ use kvferry_protocol::{PeerId, TpRank, TransferId};
 
 use super::device::After;
 use super::driver::{Driver, Side};
+use super::held::LeaseHold;
 use super::sending::{PartTo, Sending};
 use super::step::Handed;
 use crate::contract::{Readers, RequestId, Save};
@@ -25,6 +26,8 @@ pub(super) struct Lease {
     parts: BTreeSet<TransferId>,
     /// The engine was told.
     reported: bool,
+    /// What of it peers hold in place.
+    pub(super) hold: LeaseHold,
 }
 
 impl Driver {
@@ -55,7 +58,7 @@ impl Driver {
             Ok(begun) => {
                 self.board.metrics.transfers_started_total.at(metrics::Side::Send).add(begun.len() as u64);
                 let parts = begun.iter().map(|(part, _)| *part).collect();
-                let lease = Lease { request: save.request, parts, reported: false };
+                let lease = Lease { request: save.request, parts, reported: false, hold: LeaseHold::default() };
                 self.leases.insert(save.transfer, lease);
                 self.count_live();
                 for (part, peer) in begun {
@@ -207,7 +210,7 @@ impl Driver {
     pub(super) fn part_released(&mut self, id: TransferId) {
         let Some(lease) = self.leases.get_mut(&id) else { return };
         let reads = |part: &TransferId| self.sending.get(part).is_some_and(|entry| !entry.released);
-        if !lease.reported && !lease.parts.iter().any(reads) {
+        if !lease.reported && !lease.hold.is_held() && !lease.parts.iter().any(reads) {
             lease.reported = true;
             self.board.results().sent.push(lease.request.clone());
         }
@@ -218,7 +221,15 @@ impl Driver {
         self.part_released(id);
         let Some(lease) = self.leases.get_mut(&id) else { return };
         lease.parts.remove(&part);
-        if lease.parts.is_empty() {
+        if lease.parts.is_empty() && !lease.hold.is_held() {
+            self.leases.remove(&id);
+        }
+    }
+
+    /// No peer holds anything of a lease in place any more.
+    pub(super) fn lease_let_go(&mut self, id: TransferId) {
+        self.part_released(id);
+        if self.leases.get(&id).is_some_and(|lease| lease.parts.is_empty()) {
             self.leases.remove(&id);
         }
     }

@@ -51,6 +51,11 @@ impl Loading {
         (&self.blocks[blocks], first_token)
     }
 
+    /// The write guards over pages that are not verified.
+    pub(super) const fn guards(&mut self) -> Option<&mut PageGuards> {
+        self.guards.as_mut()
+    }
+
     /// All blocks, and the place in the sequence of their first token.
     pub(super) fn pages(&self) -> (Vec<BlockId>, u32) {
         (self.blocks.clone(), self.tokens.start)
@@ -277,6 +282,9 @@ impl Driver {
 
     fn finish_load(&self, load: Loading, end: PartsEnd<TransferId, String>) {
         drop(load.guards);
+        // The model thread ends what a failed load reads in place before it hears of the failure, so nothing of it is good then.
+        let failed = end.first_missing().is_some() && end.failure.is_some();
+        let reads_in_place = self.board.in_place.load_over(&load.request, failed);
         let (request, tokens, per_block) = (load.request, load.tokens, self.caches.tokens_per_block());
         let (Some(missing), Some((_, reason))) = (end.first_missing(), end.failure) else {
             self.board.metrics.loaded_tokens_total.add(tokens.len() as u64);
@@ -285,7 +293,7 @@ impl Driver {
             return;
         };
         // In whole blocks. The transfer may have begun behind a local prefix, which is good as it is.
-        let good_tokens = missing - missing % per_block;
+        let good_tokens = if reads_in_place { tokens.start } else { missing - missing % per_block };
         let good = (good_tokens.saturating_sub(tokens.start)).div_ceil(per_block) as usize;
         self.report_failure(&request, good_tokens, &load.blocks[..good.min(load.blocks.len())], reason);
     }

@@ -18,6 +18,8 @@ mod driver;
 mod ended;
 mod events;
 mod groups;
+mod held;
+mod in_place;
 mod inlet;
 mod jobs;
 mod keeping;
@@ -28,6 +30,7 @@ mod overlap;
 mod peers;
 mod posting;
 mod progress;
+mod reading;
 mod receiving;
 mod returning;
 mod sending;
@@ -47,6 +50,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, bounded};
+use kvferry_kernels::HostKvCache;
 use kvferry_kernels::device::Stream;
 use kvferry_protocol::layout::{KvShape, Shard};
 use kvferry_protocol::manifest::Manifest;
@@ -58,6 +62,7 @@ pub use card::{Refusal, greeting};
 use device::{After, Staging, in_full, lanes};
 use driver::{Driver, Memories, Outlets};
 use groups::LinkRate;
+use in_place::{InPlace, Settled};
 use inlet::Inlet;
 use jobs::JobDone;
 use keeping::Keeping;
@@ -68,7 +73,7 @@ use step::{Handed, StepProgress};
 use tier_threads::{TierAnswer, TierThreads};
 
 use super::caches::{Caches, KvCache};
-use crate::config::ConnectorConfig;
+use crate::config::{ConnectorConfig, SameHost};
 use crate::contract::{
     BadStep, Cancel, Load, LoadFailure, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store,
     Take, TierResults, Worker,
@@ -107,6 +112,10 @@ pub struct PdWorker {
     returns: Vec<Return>,
     wakes: Receiver<()>,
     transport: Arc<dyn Transport>,
+    /// The cache, if peers' blocks may be read in place of its own.
+    aliasing: Option<HostKvCache>,
+    /// What was read in place and is not what it was, until the engine hears of it.
+    withdrawn: Vec<LoadFailure>,
     /// Where the engine computes, if its cache is on a device.
     stream: Option<Arc<dyn Stream>>,
     /// Until it was shut down.
@@ -128,6 +137,8 @@ struct Board {
     /// The dialled addresses with a session.
     reached: Mutex<BTreeSet<PeerAddress>>,
     metrics: Arc<Metrics>,
+    /// What is read in place.
+    in_place: InPlace,
     /// What writes take on the link.
     link: Mutex<LinkRate>,
     tracer: Tracer,
@@ -181,6 +192,8 @@ enum Command {
     Refuse(Refuse),
     /// End the transfers of some requests and say when nothing touches their pages.
     Preempt(Vec<RequestId>, Sender<()>),
+    /// Ask back what peers hold in place.
+    Recall,
     /// Reach a peer ahead of requests.
     Connect(PeerAddress),
     /// Carry bytes to a peer's engine.
@@ -255,12 +268,17 @@ impl PdWorker {
         let lanes = parts.cache.device().map_or_else(|| Ok(Vec::new()), |cache| lanes(cache, limits))?;
         let stream = parts.cache.device().map(|cache| Arc::clone(cache.stream()));
         let tp_rank = parts.config.peer().tp_rank;
+        let aliasing = match &parts.cache {
+            KvCache::Host(cache) if parts.config.network().same_host == SameHost::InPlace => Some(cache.clone()),
+            _ => None,
+        };
         let caches = Caches::new(parts.cache, parts.shard);
         let board = Arc::new(Board {
             progress: Progress::default(),
             results: Mutex::new(StepResults::empty(tp_rank)),
             reached: Mutex::default(),
             metrics: parts.metrics,
+            in_place: InPlace::default(),
             link: Mutex::new(LinkRate::new(parts.config.network().link_gbps)),
             tracer,
         });
@@ -295,6 +313,8 @@ impl PdWorker {
             returns: Vec::new(),
             wakes,
             transport,
+            aliasing,
+            withdrawn: Vec::new(),
             stream,
             driver: Some(driver),
         })
@@ -368,6 +388,19 @@ impl PdWorker {
         queued.is_ok()
     }
 
+    /// Ends what is not to be read in place any more, and looks whether what was read is what it was. Between uses of the pages.
+    fn settle_in_place(&mut self, finished: &[RequestId]) {
+        let Some(cache) = &self.aliasing else { return };
+        let in_place = &self.board.in_place;
+        in_place.finished(cache, finished);
+        let Settled { withdrawn, copied_pages } = in_place.settle(cache);
+        if copied_pages > 0 {
+            tracing::debug!(copied_pages, "what was read in place was copied");
+        }
+        self.withdrawn.extend(withdrawn);
+        self.withdrawn.extend(in_place.look(cache));
+    }
+
     fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {
         let (done, wait) = bounded(1);
         if self.command(command(done)).is_ok() {
@@ -417,6 +450,11 @@ impl Worker for PdWorker {
     fn begin_step(&mut self, meta: StepMeta) -> Result<(), ConnectorError> {
         if meta.version != StepMeta::VERSION {
             return Err(BadStep { found: meta.version }.into());
+        }
+        // Before anybody writes into these blocks, or reads them.
+        self.settle_in_place(&meta.finished);
+        if meta.recall {
+            self.command(Command::Recall)?;
         }
         // Of a step whose end was not told.
         self.hand_over_blocks();
@@ -507,6 +545,9 @@ impl Worker for PdWorker {
         let mut results = self.board.results();
         let mut taken = std::mem::replace(&mut *results, StepResults::empty(self.tp_rank));
         drop(results);
+        // After the results were taken: what a failed load read in place ends before the engine hears of the failure.
+        self.settle_in_place(&[]);
+        taken.withdrawn.append(&mut self.withdrawn);
         self.step.ended(&taken.sent);
         self.orders.answered(&taken);
         if is_closed {
@@ -531,15 +572,25 @@ impl Worker for PdWorker {
 
     fn preempted(&mut self, requests: &[RequestId]) {
         let requests = requests.to_vec();
-        self.ask(|done| Command::Preempt(requests, done));
+        self.ask(|done| Command::Preempt(requests.clone(), done));
+        if let Some(cache) = &self.aliasing {
+            self.board.in_place.finished(cache, &requests);
+        }
     }
 
     fn shutdown(&mut self, grace: Duration) {
         let Some(driver) = self.driver.take() else { return };
+        if let Some(cache) = &self.aliasing {
+            self.board.in_place.end_all(cache);
+        }
         self.ask(|done| Command::Shutdown(grace, done));
         self.transport.shutdown();
         if driver.join().is_err() {
             tracing::error!("a thread of the connector panicked");
+        }
+        // What was verified meanwhile.
+        if let Some(cache) = &self.aliasing {
+            self.board.in_place.end_all(cache);
         }
     }
 }

@@ -48,6 +48,8 @@ struct Session {
     path: PathReport,
     heads: Range<u16>,
     tp_size: u16,
+    /// Its blocks lie in another order than ours.
+    unlike: bool,
 }
 
 impl Peers {
@@ -134,7 +136,7 @@ impl Peers {
             self.missed.remove(&address);
         }
         let (heads, tp_size) = (card.held_heads(), card.tp_size);
-        self.up.insert(peer, Session { number, version, path, heads, tp_size });
+        self.up.insert(peer, Session { number, version, path, heads, tp_size, unlike: false });
     }
 
     /// An address leads to a peer; returns the number of its session, if it is up and was accepted.
@@ -182,6 +184,21 @@ impl Peers {
     /// Which KV heads of the model a peer that is up holds, and of how many ranks it is one.
     pub(super) fn place(&self, peer: &PeerId) -> Option<(Range<u16>, u16)> {
         self.up.get(peer).map(|session| (session.heads.clone(), session.tp_size))
+    }
+
+    /// Which way payload goes to a peer that is up.
+    pub(super) fn path(&self, peer: &PeerId) -> Option<&PathReport> {
+        self.up.get(peer).map(|session| &session.path)
+    }
+
+    /// Whether a peer's blocks were found to lie in another order than ours, in its session.
+    pub(super) fn lies_unlike(&self, peer: &PeerId) -> bool {
+        self.up.get(peer).is_some_and(|session| session.unlike)
+    }
+
+    /// A peer's blocks lie in another order than ours. Returns whether that is new.
+    pub(super) fn note_unlike(&mut self, peer: &PeerId) -> bool {
+        self.up.get_mut(peer).is_some_and(|session| !std::mem::replace(&mut session.unlike, true))
     }
 
     /// Which way each session's payload goes.

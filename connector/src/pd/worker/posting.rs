@@ -17,6 +17,7 @@ use kvferry_transport::{GrantKey, PostId, Source, TransportError, Write};
 
 use super::device::Shipment;
 use super::driver::{Driver, Side};
+use super::held::HeldPosts;
 use super::jobs::{Job, JobDone, TierJob, WriteKey};
 use super::slabs::{PooledSlab, SlabPool};
 use super::watching::LeavingDigest;
@@ -37,6 +38,8 @@ pub(super) struct Posting {
     /// Writes that wait for room in the transport.
     ready: VecDeque<Ready>,
     posted: BTreeMap<PostId, Posted>,
+    /// Those that peers read where they lie, until they ended.
+    pub(super) held: HeldPosts,
     /// When each peer's link was last seen to have brought a write across.
     link_free: BTreeMap<PeerId, Instant>,
 }
@@ -48,6 +51,8 @@ struct Pending {
     key: GrantKey,
     rect: Rect,
     bytes: u64,
+    /// The receiver reads it where it lies.
+    in_place: bool,
     cancelled: bool,
     /// What a device gathered, while the transport reads it.
     slab: Option<PooledSlab>,
@@ -96,8 +101,14 @@ impl Posting {
             later: VecDeque::new(),
             ready: VecDeque::new(),
             posted: BTreeMap::new(),
+            held: HeldPosts::default(),
             link_free: BTreeMap::new(),
         }
+    }
+
+    /// A write that the transport has, and when it got it; it is not waited for any more.
+    pub(super) fn take_posted(&mut self, post: PostId) -> Option<(WriteKey, Instant)> {
+        self.posted.remove(&post).map(|Posted { write, at }| (write, at))
     }
 
     /// How long a write that was posted `at` and has ended occupied its peer's link: writes to a peer go one after another, so it
@@ -150,13 +161,18 @@ impl Driver {
         let (blocks, returns) = (entry.blocks.clone(), entry.returns);
         let direct = || self.transport.direct_run_bytes(&peer);
         let threshold = self.posting.packed_run_bytes.unwrap_or_else(direct);
-        let pack = self.caches.device().is_some() || plan.run_bytes_min() < threshold;
+        let in_place = self.transport.is_in_place(&peer, key);
+        if in_place && (returns || self.caches.device().is_some()) {
+            return self.lost(write, "the receiver wants to read in place what is not handed over so");
+        }
+        // What is packed would be held in a slab, of which there are few.
+        let pack = self.caches.device().is_some() || (!in_place && plan.run_bytes_min() < threshold);
         let bytes = plan.bytes();
         let is_cheap =
             || plan.run_bytes_min() >= WindowDigests::MIN_STRETCH_BYTES || plan.runs() <= WindowDigests::FEW_STRETCHES;
         let is_watched = !pack && is_cheap() && self.transport.watches(&peer);
         let watch = is_watched.then(|| self.leaving(write, rect, &peer, &plan)).flatten();
-        self.posting.writes.insert(write, Pending { peer, key, rect, bytes, cancelled: false, slab: None });
+        self.posting.writes.insert(write, Pending { peer, key, rect, bytes, in_place, cancelled: false, slab: None });
         let queue = if returns { &mut self.posting.later } else { &mut self.posting.jobs };
         queue.push_back(match watch {
             Some(watch) => Waiting::Direct { write, plan, watch: Arc::new(watch) },
@@ -272,6 +288,7 @@ impl Driver {
     pub(super) fn job_done(&mut self, done: JobDone) {
         match done {
             JobDone::Prepared { write, plan, slab, digest } => self.prepared(write, &plan, slab, digest),
+            JobDone::Looked { look, found } => self.looked(look, found),
             JobDone::Verified { write, digest } => self.digested(write, digest),
             JobDone::Uploading { write, rect, begun } => self.uploading(write, rect, begun),
             JobDone::Uploaded { write, ended } => self.uploaded(write, ended),
@@ -313,18 +330,27 @@ impl Driver {
         }
         // Before the call: its end may be reported before it returns.
         let at = Instant::now();
+        let (peer, in_place) = (pending.peer.clone(), pending.in_place);
         let posted = match &watch {
             Some(watch) => self.transport.post_watched(&pending.peer, request, Arc::clone(watch) as _),
             None => self.transport.post(&pending.peer, request),
         };
         match posted {
             Ok(post) => {
+                if in_place {
+                    self.hold(post, peer, write);
+                }
                 self.posting.posted.insert(post, Posted { write, at });
                 true
             }
             Err(error) => match error.reason {
                 // Full: each post that ends makes room, and wakes the driver.
                 TransportError::Limit { .. } if !self.posting.posted.is_empty() => {
+                    self.posting.ready.push_front(Ready { write, request: error.write, watch });
+                    false
+                }
+                // The same where peers hold so much: the end of a post is an event, too.
+                TransportError::Limit { .. } if in_place && self.recall_oldest(&peer) => {
                     self.posting.ready.push_front(Ready { write, request: error.write, watch });
                     false
                 }
@@ -343,7 +369,8 @@ impl Driver {
 
     /// The transport ended a post.
     pub(super) fn post_ended(&mut self, post: PostId, outcome: Result<(), TransportError>) {
-        let Some(Posted { write, at }) = self.posting.posted.remove(&post) else { return };
+        self.hold_ended(post);
+        let Some((write, at)) = self.posting.take_posted(post) else { return };
         let outcome = match outcome {
             Ok(()) => {
                 self.shipped(write, at);
@@ -360,7 +387,7 @@ impl Driver {
     }
 
     /// A write that was posted `at` is with the receiver.
-    fn shipped(&mut self, write: WriteKey, at: Instant) {
+    pub(super) fn shipped(&mut self, write: WriteKey, at: Instant) {
         let Some(pending) = self.posting.writes.get(&write) else { return };
         let (peer, rect, bytes) = (pending.peer.clone(), pending.rect, pending.bytes);
         let took = self.posting.occupied(&peer, at);
@@ -383,7 +410,7 @@ impl Driver {
     }
 
     /// A write ended: its machine hears of it once.
-    fn posted(&mut self, write: WriteKey, outcome: PostOutcome) {
+    pub(super) fn posted(&mut self, write: WriteKey, outcome: PostOutcome) {
         self.posting.writes.remove(&write);
         let now = self.now();
         if let Some(entry) = self.sending.get_mut(&write.transfer) {
@@ -397,11 +424,16 @@ impl Driver {
     /// and one that the transport has at once, since nothing reads its source any more. The receiver's answer may take until its
     /// session ends, and says nothing that matters: a receiver that goes on grants anew what it lacks.
     pub(super) fn cancel_posts(&mut self, transfer: TransferId, generation: Generation) {
+        // The receiver's word that it has all comes by another lane than the ends of the last posts, and may be quicker.
+        let done = self.sending.get(&transfer).is_some_and(|entry| entry.machine.verdict() == Some(&Verdict::Done));
         let mut keys = Vec::new();
         let is_meant = |write: &WriteKey| write.transfer == transfer && write.generation == generation;
         for (_, pending) in self.posting.writes.iter_mut().filter(|(write, _)| is_meant(write)) {
             pending.cancelled = true;
-            keys.push((pending.peer.clone(), pending.key));
+            // What is read in place goes on to be read when all is done; a cancel would ask it back.
+            if !(done && pending.in_place) {
+                keys.push((pending.peer.clone(), pending.key));
+            }
         }
         keys.dedup();
         keys.iter().for_each(|(peer, key)| self.transport.cancel(peer, *key));
@@ -411,8 +443,6 @@ impl Driver {
             ended.extend(goes.then_some((posted.write, posted.at)));
             !goes
         });
-        // The receiver's word that it has all comes by another lane than the ends of the last posts, and may be quicker.
-        let done = self.sending.get(&transfer).is_some_and(|entry| entry.machine.verdict() == Some(&Verdict::Done));
         for (write, at) in ended {
             if done {
                 self.shipped(write, at);

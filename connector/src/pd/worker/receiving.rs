@@ -1,6 +1,7 @@
 //! One part of a load: the transfer from one prefill rank. Begins it, performs what its machine asks for, and ends it.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,19 +11,22 @@ use kvferry_protocol::layout::window_pages;
 use kvferry_protocol::message::{EngineBytes, Message, OpaqueKey, Reason, Verdict};
 use kvferry_protocol::transfer::{GrantRefusal, InputError, Receiver, ReceiverEnd, ReceiverOutput, Rect, Time};
 use kvferry_protocol::{BlockId, EngineId, Generation, PeerId, TpRank, TransferId};
-use kvferry_transport::{PeerAddress, Transport};
+use kvferry_transport::{Adopted, PeerAddress, Transport, TransportError};
 
 use super::device::Staged;
 use super::driver::{Driver, Side};
+use super::in_place::Lent;
 use super::jobs::{Job, WriteKey};
 use super::loading::Loading;
 use super::peers::is_rank;
+use super::reading::Look;
 use super::uploading::spoiled_end;
 use super::watching::LandingDigests;
 use super::window::{GrantedWindow, Windows};
 use crate::contract::RequestId;
 use crate::metrics;
 use crate::pd::caches::Caches;
+use crate::raw::ForeignPage;
 use crate::trace::{Kind, Span};
 
 /// What one prefill rank sends into this worker's pages.
@@ -46,6 +50,8 @@ pub(super) struct Receiving {
     pub(super) over: bool,
     /// The transport's grants of each generation.
     grants: BTreeMap<Generation, Granted>,
+    /// Pages of the write whose digest is being told, to be read where they lie if it is right.
+    pub(super) found: Option<FoundPages>,
     /// Digests that are with a mover, and what is on its way to a device's pages.
     pub(super) verifying: usize,
     /// What landed in frames and is being digested.
@@ -65,6 +71,16 @@ struct Granted {
     landings: Vec<Option<Arc<LandingDigests>>>,
     /// The frames under each window, if the pages are on a device.
     staged: Vec<Arc<Staged>>,
+    /// What the peer lends, by the number of its write.
+    lent: BTreeMap<u32, Arc<Adopted>>,
+}
+
+/// Where a write's pages lie in the peer's memory.
+#[derive(Debug)]
+pub(super) struct FoundPages {
+    pub(super) rect: Rect,
+    pub(super) pages: Vec<ForeignPage>,
+    pub(super) lent: Lent,
 }
 
 /// Where a part comes from, and which heads it carries.
@@ -92,6 +108,7 @@ impl Receiving {
             refusal: None,
             over: false,
             grants: BTreeMap::new(),
+            found: None,
             verifying: 0,
             judging: BTreeMap::new(),
             spoiled: None,
@@ -125,7 +142,7 @@ impl Receiving {
         caches: &Caches,
         transport: &dyn Transport,
         missing: &[Rect],
-        staged: Vec<Arc<Staged>>,
+        (staged, in_place): (Vec<Arc<Staged>>, bool),
     ) -> Result<Granted, GrantRefusal> {
         let peer = self.peer.as_ref().ok_or(GrantRefusal::NotConnected)?;
         let mut granted = Granted { staged, ..Granted::default() };
@@ -137,7 +154,7 @@ impl Receiving {
                     (caches, blocks, first_token)
                 }
             };
-            match self.grant_one(onto, transport, peer, rect) {
+            match self.grant_one(onto, transport, peer, (rect, in_place)) {
                 Ok((window, landing)) => {
                     granted.windows.push(window);
                     granted.landings.push(landing);
@@ -156,11 +173,19 @@ impl Receiving {
         (caches, blocks, first_token): (&Caches, &[BlockId], u32),
         transport: &dyn Transport,
         peer: &PeerId,
-        rect: Rect,
+        (rect, in_place): (Rect, bool),
     ) -> Result<(GrantedWindow, Option<Arc<LandingDigests>>), GrantRefusal> {
         let (layout, shard) = (caches.layout(), caches.shard());
         let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
         let (shape, pages) = window.map_err(|error| GrantRefusal::Impossible(error.to_string()))?;
+        if in_place {
+            match transport.grant_in_place(peer, shape.bytes()) {
+                // Nothing lands there, so nothing is to be sealed.
+                Ok(key) => return Ok((GrantedWindow { key, rect, shape }, None)),
+                Err(TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
+                Err(error) => tracing::debug!(%peer, %error, "payload is copied, not read in place"),
+            }
+        }
         let landing = LandingDigests::new(caches, &shape, blocks, first_token).map(Arc::new);
         let key = match &landing {
             Some(landing) => transport.grant_watched(peer, pages, Arc::clone(landing) as _),
@@ -168,7 +193,7 @@ impl Receiving {
         };
         let key = match key {
             Ok(key) => key,
-            Err(kvferry_transport::TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
+            Err(TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
             Err(error) => return Err(GrantRefusal::Impossible(error.to_string())),
         };
         let window = GrantedWindow { key, rect, shape };
@@ -182,6 +207,24 @@ impl Receiving {
         Ok((window, landing))
     }
 
+    /// The peer lends a write of a grant. Returns whether it is one of ours.
+    pub(super) fn lend(&mut self, generation: Generation, sequence: u32, adopted: Adopted) -> bool {
+        let Some(granted) = self.grants.get_mut(&generation) else { return false };
+        let Entry::Vacant(none) = granted.lent.entry(sequence) else { return false };
+        none.insert(Arc::new(adopted));
+        true
+    }
+
+    /// How a write is looked at that the peer lends; `None` if it landed.
+    fn look(&mut self, load: &Loading, write: WriteKey, rect: Rect) -> Option<Look> {
+        let granted = self.grants.get_mut(&write.generation)?;
+        // Whatever becomes of the grant: what is looked at is let go with what was found.
+        let adopted = granted.lent.remove(&write.sequence)?;
+        let window = granted.windows.iter().find(|window| window.rect.contains(rect))?.clone();
+        let (blocks, first_token) = load.pages();
+        Some(Look { write, adopted, window, blocks, first_token, rect })
+    }
+
     /// Closes a rectangle that a write is said to have filled, so that what is verified there stays as it was verified. Returns the
     /// digest of what the write left there, if it was taken when that landed.
     fn seal(
@@ -192,7 +235,7 @@ impl Receiving {
         rect: Rect,
     ) -> Result<Option<Digest>, String> {
         // Nothing lands under a revoked grant.
-        let Some(Granted { windows, landings, staged }) = self.grants.get(&generation) else { return Ok(None) };
+        let Some(Granted { windows, landings, staged, .. }) = self.grants.get(&generation) else { return Ok(None) };
         let (index, extents) = Windows::seal(windows, transport, rect)?;
         if let Some(staged) = staged.get(index) {
             self.judging.insert((generation, sequence), (rect, Arc::clone(staged)));
@@ -316,6 +359,9 @@ impl Driver {
             ReceiverOutput::Verify { generation, sequence, rect } => {
                 let Some(load) = self.loads.get(&entry.load) else { return };
                 entry.verifying += 1;
+                if let Some(look) = entry.look(load, WriteKey { transfer, generation, sequence }, rect) {
+                    return self.verify(Job::Look(look));
+                }
                 let began = Instant::now();
                 let sealed = entry.seal(&*self.transport, generation, sequence, rect);
                 let staged = entry.judging.get(&(generation, sequence)).map(|(_, staged)| Arc::clone(staged));
@@ -340,6 +386,11 @@ impl Driver {
             ReceiverOutput::Verified(_) if self.staging.is_some() => {}
             ReceiverOutput::Verified(rect) => {
                 let (load, heads) = (entry.load, entry.heads.clone());
+                if let Some(found) = entry.found.take_if(|found| found.rect == rect)
+                    && let Err(problem) = self.read_in_place(load, found)
+                {
+                    return self.refuse_part(transfer, problem);
+                }
                 self.verified(load, transfer, &heads, rect);
             }
             ReceiverOutput::Revoke { generation, .. } => {
@@ -365,12 +416,14 @@ impl Driver {
         staged: Vec<Arc<Staged>>,
     ) {
         let now = self.now();
+        let in_place = self.receiving.get(&transfer).is_some_and(|entry| self.may_read_in_place(entry));
         let Some(entry) = self.receiving.get_mut(&transfer) else { return };
         let Some(load) = self.loads.get(&entry.load) else { return };
         let version = entry.peer.as_ref().and_then(|peer| self.peers.version(peer));
+        let how = (staged, in_place);
         let granted = version
             .ok_or(GrantRefusal::NotConnected)
-            .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, missing, staged)?)));
+            .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, missing, how)?)));
         let taken = match granted {
             Ok((version, granted)) => {
                 let keys: Vec<_> = granted.windows.iter().map(|window| window.key).collect();
@@ -398,6 +451,7 @@ impl Driver {
         for GrantedWindow { key, .. } in granted.into_iter().flat_map(|granted| granted.windows) {
             self.transport.revoke(key);
             self.granted.remove(&key);
+            self.recalled.retain(|(grant, _)| *grant != key);
         }
     }
 

@@ -246,10 +246,13 @@ impl Driver {
                 }
             }
             SenderOutput::ReleaseLease => {
-                entry.guards.clear();
+                let guards = std::mem::take(&mut entry.guards);
                 entry.computed.clear();
                 entry.released = true;
                 let (lease, returns) = (entry.lease, entry.returns);
+                if let Some(lease) = self.leases.get_mut(&lease).filter(|_| !returns) {
+                    lease.hold.keep(guards);
+                }
                 if !returns {
                     self.part_released(lease);
                 }

@@ -25,6 +25,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
                 let Some(table) = &mut request.table else { break };
                 let Err(error) = self.cache.grow(table, tokens) else { break };
                 tracing::debug!(request = %request.seen.id, %error, "the youngest request is put back");
+                self.connector.short_of_blocks();
                 self.put_back_for(number);
             }
         }
@@ -68,6 +69,7 @@ impl<C: contract::Scheduler> Scheduler<C> {
             let spare = if is_alone { 0 } else { self.config.watermark_blocks };
             let Ok(table) = self.cache.open(&request.text, request.tokens(), spare) else {
                 self.waiting.push_front(request);
+                self.connector.short_of_blocks();
                 break;
             };
             let id = request.seen.id.clone();

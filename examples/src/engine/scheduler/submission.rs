@@ -27,6 +27,8 @@ pub struct SchedulerConfig {
     pub on_load_failure: LoadFailurePolicy,
     /// How requests find what earlier ones computed.
     pub prefix: PrefixKind,
+    /// Whether blocks that the connector brings may lie in a peer's memory: those are not for other requests to find.
+    pub in_place: bool,
     /// Blocks that an admission leaves free for the requests that run.
     pub watermark_blocks: usize,
 }

@@ -1,0 +1,200 @@
+//! Reading in place, as the driver sees it, on both sides of it.
+//!
+//! Of what this worker reads ([`InPlace`](super::in_place::InPlace)): what a peer lends counts as landed, is digested where it lies, and is
+//! aliased when it is verified, under the load's own guards. Of what this worker lends: a post that the receiver has counts as taken, so that
+//! its transfer goes on and ends as any other, but the blocks stay held, by the guards and by the engine, until the post itself has ended.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use kvferry_kernels::{PageGuards, Settle};
+use kvferry_protocol::transfer::PostOutcome;
+use kvferry_protocol::{PeerId, TransferId};
+use kvferry_transport::{Adopted, GrantKey, PathKind, PostId};
+
+use super::driver::Driver;
+use super::in_place::Lent;
+use super::jobs::WriteKey;
+use super::reading::{Found, Look};
+use super::receiving::{FoundPages, Receiving};
+use crate::config::SameHost;
+
+/// Posts that peers hold in place, or are about to: until the transport says that they ended.
+#[derive(Debug, Default)]
+pub(super) struct HeldPosts {
+    posts: BTreeMap<PostId, HeldPost>,
+}
+
+#[derive(Debug)]
+struct HeldPost {
+    peer: PeerId,
+    /// Whose blocks these are.
+    lease: TransferId,
+}
+
+/// What of a lease peers hold in place.
+#[derive(Debug, Default)]
+pub(super) struct LeaseHold {
+    posts: usize,
+    /// Of parts that are over.
+    guards: Vec<PageGuards>,
+}
+
+impl LeaseHold {
+    pub(super) const fn is_held(&self) -> bool {
+        self.posts > 0
+    }
+
+    /// A part is over: its pages stay as they are while something of the lease is held.
+    pub(super) fn keep(&mut self, guards: Vec<PageGuards>) {
+        if self.is_held() {
+            self.guards.extend(guards);
+        }
+    }
+}
+
+impl HeldPosts {
+    pub(super) fn is_empty(&self) -> bool {
+        self.posts.is_empty()
+    }
+
+    /// The oldest that a peer holds.
+    fn oldest_of(&self, peer: &PeerId) -> Option<PostId> {
+        self.posts.iter().find(|(_, held)| held.peer == *peer).map(|(&post, _)| post)
+    }
+}
+
+impl Driver {
+    /// Whether a part's sender may hand its blocks over where they lie: both are on one host and say so, their memory is mapped, and all heads
+    /// of this worker come from it.
+    pub(super) fn may_read_in_place(&self, entry: &Receiving) -> bool {
+        let Some(peer) = &entry.peer else { return false };
+        self.config.network().same_host == SameHost::InPlace
+            && self.caches.can_alias()
+            && entry.heads == self.caches.heads()
+            && !self.peers.lies_unlike(peer)
+            && self.peers.path(peer).is_some_and(|path| path.kind == PathKind::SharedMemory)
+    }
+
+    /// A peer's write may be read where it lies: that counts as landed.
+    pub(super) fn lent(
+        &mut self,
+        peer: &PeerId,
+        (grant, bytes): (GrantKey, u64),
+        notification: &Bytes,
+        adopted: Adopted,
+    ) {
+        let Some(wrote) = self.wrote(peer, grant, bytes, notification) else { return };
+        let Some(entry) = self.receiving.get_mut(&wrote.transfer) else { return };
+        // What is not taken is let go by being dropped.
+        if entry.lend(wrote.generation, wrote.sequence, adopted) {
+            self.with_receiving(wrote.transfer, |entry, now| entry.machine.landed(now, wrote));
+        }
+    }
+
+    /// A mover looked at what a peer lends.
+    pub(super) fn looked(&mut self, look: Look, found: Result<Found, String>) {
+        let Look { write, adopted, window, rect, .. } = look;
+        let Some(entry) = self.receiving.get_mut(&write.transfer) else { return };
+        let digest = found.map(|Found { digest, pages, unlike }| {
+            let peer = entry.peer.clone();
+            if unlike > 0 && peer.as_ref().is_some_and(|peer| self.peers.note_unlike(peer)) {
+                let peer = peer.as_ref().map(ToString::to_string);
+                tracing::info!(
+                    peer,
+                    blocks = unlike,
+                    "payload is copied from now on, not read in place: the peer's blocks lie in another order; give both one layout"
+                );
+            }
+            let mut blocks: Vec<_> = pages.iter().map(|page| page.block).collect();
+            blocks.dedup();
+            entry.found = peer.filter(|_| !pages.is_empty()).map(|peer| {
+                let lent = Lent { peer, grant: window.key, sequence: write.sequence, adopted, blocks };
+                FoundPages { rect, pages, lent }
+            });
+            digest
+        });
+        self.digested(write, digest);
+        if let Some(entry) = self.receiving.get_mut(&write.transfer) {
+            // Its digest was wrong, or the transfer is over.
+            entry.found = None;
+        }
+    }
+
+    /// Pages of a verified write are read where they lie from now on.
+    pub(super) fn read_in_place(&mut self, load: TransferId, found: FoundPages) -> Result<(), String> {
+        let FoundPages { pages, lent, .. } = found;
+        let load = self.loads.get_mut(&load).ok_or("its load is over")?;
+        let (owner, request) = (lent.owner(), load.request.clone());
+        // The rectangle was not verified before, so its pages are guarded.
+        let guards = load.guards().ok_or("its pages are not guarded")?;
+        let aliased = pages.iter().try_for_each(|page| page.alias(guards, &owner));
+        // Asked back, or its session went, while it was looked at.
+        let is_over = self.recalled.remove(&(lent.grant, lent.sequence)) || !self.granted.contains_key(&lent.grant);
+        self.board.in_place.enter(&request, lent, is_over.then_some(Settle::Copy));
+        aliased.map_err(|error| error.to_string())
+    }
+
+    /// A peer wants its memory back.
+    pub(super) fn recalled(&mut self, peer: &PeerId, grant: GrantKey, sequence: u32) {
+        tracing::debug!(%peer, sequence, "what is read in place is asked back");
+        if !self.ask_back(peer, Some((grant, sequence))) && self.granted.contains_key(&grant) {
+            // It is not verified yet.
+            self.recalled.insert((grant, sequence));
+        }
+    }
+
+    /// What is read of a peer's is copied and let go, at the engine's next step. Returns whether there is such.
+    pub(super) fn ask_back(&self, peer: &PeerId, write: Option<(GrantKey, u32)>) -> bool {
+        let found = self.board.in_place.ask_back(peer, write);
+        if found {
+            // A full channel has woken it already.
+            let _ = self.wake.try_send(());
+        }
+        found
+    }
+
+    /// A post in place was handed over: its lease holds the blocks until it has ended.
+    pub(super) fn hold(&mut self, post: PostId, peer: PeerId, write: WriteKey) {
+        let Some(entry) = self.sending.get(&write.transfer) else { return };
+        let lease = entry.lease;
+        self.posting.held.posts.insert(post, HeldPost { peer, lease });
+        if let Some(lease) = self.leases.get_mut(&lease) {
+            lease.hold.posts += 1;
+        }
+    }
+
+    /// The receiver has all of a post that it reads in place.
+    pub(super) fn post_held(&mut self, post: PostId) {
+        if let Some((write, at)) = self.posting.take_posted(post) {
+            self.shipped(write, at);
+            self.posted(write, PostOutcome::Taken);
+        }
+    }
+
+    /// A post ended; if a peer held it in place, that is over.
+    pub(super) fn hold_ended(&mut self, post: PostId) {
+        let Some(HeldPost { lease: id, .. }) = self.posting.held.posts.remove(&post) else { return };
+        let Some(lease) = self.leases.get_mut(&id) else { return };
+        lease.hold.posts -= 1;
+        if !lease.hold.is_held() {
+            lease.hold.guards.clear();
+            self.lease_let_go(id);
+        }
+        self.answer_waiting();
+    }
+
+    /// Asks a peer for the oldest post that it holds. Returns whether there is one.
+    pub(super) fn recall_oldest(&self, peer: &PeerId) -> bool {
+        let oldest = self.posting.held.oldest_of(peer);
+        if let Some(post) = oldest {
+            self.transport.recall(peer, post);
+        }
+        oldest.is_some()
+    }
+
+    /// Asks for all that peers hold in place. Asking again is harmless.
+    pub(super) fn recall_all(&self) {
+        self.posting.held.posts.iter().for_each(|(&post, held)| self.transport.recall(&held.peer, post));
+    }
+}
