@@ -84,6 +84,28 @@ async fn every_pair_of_tensor_parallel_sizes_answers_alike() {
     }
 }
 
+/// Decode reads prefill's blocks where they lie; only what it writes into is its own.
+#[tokio::test]
+async fn a_pair_that_reads_in_place_answers_alike() {
+    for args in [
+        "--max-tokens 20",
+        "--max-tokens 6 --order prefill-first --concurrency 4 --chunk 24 --kv-dtype bf16",
+        "--max-tokens 6 --prefill-tp 2 --decode-tp 2 --prefill-layout LPBNHC --decode-layout LPBNHC",
+        "--max-tokens 6 --turns 3 --decode-block 8 --prefill-block 8 --concurrency 2",
+    ] {
+        let report = run(&format!("{args} --same-host in-place")).await;
+        assert_identical(&report, args);
+        assert_eq!(report.summary.in_place_bytes, report.summary.kv_bytes, "{args}: {report}");
+        assert_eq!((report.summary.recomputed, report.summary.still_held), (0, 0), "{args}: {report}");
+    }
+    // Other heads, or another layout: by a copy.
+    for args in ["--max-tokens 6 --decode-tp 2", "--max-tokens 6 --decode-layout BHLPNC"] {
+        let report = run(&format!("{args} --same-host in-place")).await;
+        assert_identical(&report, args);
+        assert!(report.summary.in_place_bytes < report.summary.kv_bytes, "{args}: {report}");
+    }
+}
+
 #[tokio::test]
 async fn two_prefill_and_two_decode_nodes_answer_alike() {
     for args in [

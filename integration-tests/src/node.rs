@@ -238,7 +238,8 @@ impl Node {
     /// What is held for transfers and requests: transfers, grants, leases, early messages, slabs, blocks.
     #[must_use]
     pub fn held(&self) -> f64 {
-        let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "slab_pool_used_bytes"];
+        let gauges =
+            ["transfers_live", "grants_live", "leases_live", "early_grants_live", "slab_pool_used_bytes", "held_bytes"];
         let blocks = self.metric("kvferry_pool_blocks", "") - self.metric("kvferry_pool_blocks_free", "");
         gauges.iter().map(|gauge| self.metric(&format!("kvferry_{gauge}"), "")).sum::<f64>() + blocks
     }

@@ -69,6 +69,10 @@ metrics! {
         "Bytes of this process's blocks that peers read in place, or are about to.";
     recalled_writes_total: Counter => u64,
         "Writes that peers on this host read in place and that were asked back.";
+    in_place_copied_pages_total: Counter => u64,
+        "Pages that were read in place and then copied, since their owner asked for them or its session ended.";
+    withdrawn_requests_total: Counter => u64,
+        "Requests whose K/V was read in place and whose owner gave it up; nothing that was computed with it was used.";
     chunks_total: Family<Side, Counter> => ByLabel<Side, u64>,
         "Chunks posted (send), or verified (receive).";
     transfer_seconds: Family<Side, Histogram> => ByLabel<Side, HistogramValues>,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry::RawKvCache;
-use kvferry::config::{ConnectorConfig, PreSharedKey, RawConfig};
+use kvferry::config::{ConnectorConfig, PreSharedKey, RawConfig, SameHost};
 use kvferry::contract::{
     Applied, EngineFinish, Hold, Match, Request, RequestId, ScheduledRequest, ScheduledStep, Scheduler, StepMeta,
     TransferParams, Worker,
@@ -145,6 +145,7 @@ impl Engine {
         };
         let metrics = Arc::new(Metrics::new());
         let (layerwise, every) = (config.layerwise(), config.limits().write_back_blocks);
+        let in_place = config.network().same_host == SameHost::InPlace;
         let parts = PdWorkerParts { config, manifest, shard, cache: given, metrics: Arc::clone(&metrics) };
         let tier = tier(cache.layout());
         let frames = tier.as_ref().map(|tier| tier.memory().layout().shape().blocks);
@@ -152,6 +153,9 @@ impl Engine {
         let tokens_per_block = NonZeroU32::new(setup.tokens_per_block).unwrap();
         let mut scheduler =
             PdScheduler::new(SchedulerOptions { tokens_per_block, reporters: 1, layerwise }).with_returns(every);
+        if in_place {
+            scheduler = scheduler.with_reading_in_place();
+        }
         if let Some(frames) = frames {
             let index = Box::new(FrameIndex::new(frames).unwrap());
             scheduler = scheduler.with_tier(index, Arc::clone(&metrics));

@@ -53,8 +53,11 @@ impl Rank {
             run_bytes: vec![run, run],
         };
         let made = if config.shareable { HostKvCache::shareable } else { HostKvCache::new };
-        let cache = made(shape, dtype, order, Placement::OneRegion)
-            .map_err(|source| RunnerError::Cache { blocks, order, source })?;
+        let cache = made(shape, dtype, order, Placement::OneRegion).map_err(|source| RunnerError::Cache {
+            blocks,
+            order,
+            source,
+        })?;
         let whole = queries == (0..model.heads);
         let (q, k, v, out) = Default::default();
         Ok(Self { cache, heads, queries, whole, q, k, v, out })

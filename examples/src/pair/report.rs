@@ -43,6 +43,8 @@ pub struct Summary {
     pub single_process_ttft_ms: Times,
     /// K/V bytes that landed at the decode node and were verified.
     pub kv_bytes: u64,
+    /// Of these, bytes that were read where the prefill node had them; of a prompt's last block they were copied.
+    pub in_place_bytes: u64,
     /// `kv_bytes` over the time of all transfers from their first write to their verdict, in 10^9 bits a second. That time
     /// includes what the transfers waited for prefill to compute.
     pub transfer_gbps: f64,
@@ -139,6 +141,7 @@ impl Report {
             ttft_ms,
             single_process_ttft_ms,
             kv_bytes: kv_bytes as u64,
+            in_place_bytes: sum(decode, "kvferry_adopted_bytes_total", "") as u64,
             transfer_gbps: share(kv_bytes * 8.0 / 1e9),
             exposed_fraction: share(exposed),
             overlap,
@@ -212,7 +215,8 @@ impl Times {
 
 /// Transfers, grants, leases, blocks, and blocks on their way to a tier that a node holds, from its metrics.
 pub(super) fn still_held(page: &str) -> u64 {
-    let gauges = ["transfers_live", "grants_live", "leases_live", "early_grants_live", "tier_queue_blocks"];
+    let gauges =
+        ["transfers_live", "grants_live", "leases_live", "early_grants_live", "tier_queue_blocks", "held_bytes"];
     let blocks = sum(page, "kvferry_pool_blocks", "") - sum(page, "kvferry_pool_blocks_free", "");
     (gauges.iter().map(|gauge| sum(page, &format!("kvferry_{gauge}"), "")).sum::<f64>() + blocks) as u64
 }
@@ -272,6 +276,9 @@ impl fmt::Display for Report {
             "KV carried            {} bytes, {:.3} Gbit/s while prefill computed",
             s.kv_bytes, s.transfer_gbps
         )?;
+        if s.in_place_bytes > 0 {
+            writeln!(f, "read in place         {} of them", s.in_place_bytes)?;
+        }
         s.overlap.write_lines(f)?;
         write!(f, "recomputed {} tokens, failed {}, still held {}", s.recomputed, s.failed, s.still_held)
     }

@@ -16,6 +16,7 @@ impl Driver {
         match event {
             Event::Up { peer, session, address, version, greeting, path } => {
                 tracing::info!(%peer, path = path.taken(), not = path.not_taken(), "payload's way");
+                self.tell_how(&peer, &path);
                 self.up(peer, (session, version), address, path, &greeting);
                 self.count_paths();
             }

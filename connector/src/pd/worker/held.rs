@@ -10,7 +10,7 @@ use bytes::Bytes;
 use kvferry_kernels::{PageGuards, Settle};
 use kvferry_protocol::transfer::PostOutcome;
 use kvferry_protocol::{PeerId, TransferId};
-use kvferry_transport::{Adopted, GrantKey, PathKind, PostId};
+use kvferry_transport::{Adopted, GrantKey, PathKind, PathReport, PostId};
 
 use super::driver::Driver;
 use super::in_place::Lent;
@@ -65,15 +65,42 @@ impl HeldPosts {
 }
 
 impl Driver {
-    /// Whether a part's sender may hand its blocks over where they lie: both are on one host and say so, their memory is mapped, and all heads
-    /// of this worker come from it.
+    /// Whether a part's sender may hand its blocks over where they lie: there is nothing against it, and all heads of this worker come from it.
     pub(super) fn may_read_in_place(&self, entry: &Receiving) -> bool {
-        let Some(peer) = &entry.peer else { return false };
         self.config.network().same_host == SameHost::InPlace
-            && self.caches.can_alias()
             && entry.heads == self.caches.heads()
-            && !self.peers.lies_unlike(peer)
-            && self.peers.path(peer).is_some_and(|path| path.kind == PathKind::SharedMemory)
+            && entry.peer.as_ref().is_some_and(|peer| {
+                !self.peers.is_only_copied(peer)
+                    && self.peers.path(peer).is_some_and(|path| self.why_copied(path).is_none())
+            })
+    }
+
+    /// Why payload that goes this way is copied and not read in place, as far as this side knows.
+    fn why_copied(&self, path: &PathReport) -> Option<String> {
+        match path.kind {
+            _ if !self.caches.can_alias() => Some("this engine's attention reads its own memory only".to_owned()),
+            PathKind::SharedMemory => None,
+            other => Some(format!("it goes by {other}; shm: {}", path.not_taken())),
+        }
+    }
+
+    /// Says how a peer's payload is taken, if it was asked to be read in place.
+    pub(super) fn tell_how(&self, peer: &PeerId, path: &PathReport) {
+        if self.config.network().same_host == SameHost::InPlace {
+            match self.why_copied(path) {
+                None => {
+                    tracing::info!(%peer, "payload is read in place, if the peer says the same and its blocks lie in this worker's order")
+                }
+                Some(reason) => tracing::info!(%peer, reason, "payload is copied, not read in place"),
+            }
+        }
+    }
+
+    /// Payload of a peer is copied from now on.
+    pub(super) fn copy_from_now_on(&mut self, peer: &PeerId, reason: &str) {
+        if self.peers.note_only_copied(peer) {
+            tracing::info!(%peer, reason, "payload is copied from now on, not read in place");
+        }
     }
 
     /// A peer's write may be read where it lies: that counts as landed.
@@ -96,24 +123,25 @@ impl Driver {
     pub(super) fn looked(&mut self, look: Look, found: Result<Found, String>) {
         let Look { write, adopted, window, rect, .. } = look;
         let Some(entry) = self.receiving.get_mut(&write.transfer) else { return };
-        let digest = found.map(|Found { digest, pages, unlike }| {
-            let peer = entry.peer.clone();
-            if unlike > 0 && peer.as_ref().is_some_and(|peer| self.peers.note_unlike(peer)) {
-                let peer = peer.as_ref().map(ToString::to_string);
-                tracing::info!(
-                    peer,
-                    blocks = unlike,
-                    "payload is copied from now on, not read in place: the peer's blocks lie in another order; give both one layout"
-                );
+        let peer = entry.peer.clone();
+        let (digest, unlike) = match found {
+            Ok(Found { digest, pages, unlike }) => {
+                let mut blocks: Vec<_> = pages.iter().map(|page| page.block).collect();
+                blocks.dedup();
+                entry.found = peer.clone().filter(|_| !pages.is_empty()).map(|peer| {
+                    let lent = Lent { peer, grant: window.key, sequence: write.sequence, adopted, blocks };
+                    FoundPages { rect, pages, lent }
+                });
+                (Ok(digest), unlike)
             }
-            let mut blocks: Vec<_> = pages.iter().map(|page| page.block).collect();
-            blocks.dedup();
-            entry.found = peer.filter(|_| !pages.is_empty()).map(|peer| {
-                let lent = Lent { peer, grant: window.key, sequence: write.sequence, adopted, blocks };
-                FoundPages { rect, pages, lent }
-            });
-            digest
-        });
+            Err(problem) => (Err(problem), 0),
+        };
+        if let Some(peer) = peer.filter(|_| unlike > 0) {
+            self.copy_from_now_on(
+                &peer,
+                "its blocks lie in another order than this worker's: give both caches one layout",
+            );
+        }
         self.digested(write, digest);
         if let Some(entry) = self.receiving.get_mut(&write.transfer) {
             // Its digest was wrong, or the transfer is over.

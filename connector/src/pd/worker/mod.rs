@@ -18,6 +18,7 @@ mod driver;
 mod ended;
 mod events;
 mod groups;
+mod handle;
 mod held;
 mod in_place;
 mod inlet;
@@ -62,6 +63,7 @@ pub use card::{Refusal, greeting};
 use device::{After, Staging, in_full, lanes};
 use driver::{Driver, Memories, Outlets};
 use groups::LinkRate;
+pub use handle::PdHandle;
 use in_place::{InPlace, Settled};
 use inlet::Inlet;
 use jobs::JobDone;
@@ -120,13 +122,6 @@ pub struct PdWorker {
     stream: Option<Arc<dyn Stream>>,
     /// Until it was shut down.
     driver: Option<JoinHandle<()>>,
-}
-
-/// Talks to a worker from any thread.
-#[derive(Clone, Debug)]
-pub struct PdHandle {
-    inputs: Inlet,
-    board: Arc<Board>,
 }
 
 /// What the driver tells the engine's threads.
@@ -394,11 +389,11 @@ impl PdWorker {
         let in_place = &self.board.in_place;
         in_place.finished(cache, finished);
         let Settled { withdrawn, copied_pages } = in_place.settle(cache);
-        if copied_pages > 0 {
-            tracing::debug!(copied_pages, "what was read in place was copied");
-        }
+        self.board.metrics.in_place_copied_pages_total.add(copied_pages as u64);
+        let before = self.withdrawn.len();
         self.withdrawn.extend(withdrawn);
         self.withdrawn.extend(in_place.look(cache));
+        self.board.metrics.withdrawn_requests_total.add((self.withdrawn.len() - before) as u64);
     }
 
     fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {
@@ -407,42 +402,6 @@ impl PdWorker {
             // The driver answers, or drops the sender because it ended: both mean that nothing touches the pages.
             let _ = wait.recv();
         }
-    }
-}
-
-impl PdHandle {
-    /// Reaches a peer ahead of requests, and keeps trying. What comes of it is in the metrics and the log.
-    ///
-    /// # Errors
-    /// [`ConnectorError::Ended`].
-    pub fn connect(&self, address: PeerAddress) -> Result<(), ConnectorError> {
-        self.command(Command::Connect(address))
-    }
-
-    /// Whether the peer at an address that was dialled has a session at this moment. A router's hint: it may be gone at the next.
-    #[must_use]
-    pub fn reaches(&self, address: PeerAddress) -> bool {
-        self.board.reached().contains(&address)
-    }
-
-    /// Carries bytes to a peer's engine, in order with kvferry's own messages; lost if there is no session.
-    ///
-    /// # Errors
-    /// [`ConnectorError::Ended`].
-    pub fn send_message(&self, peer: PeerId, message: Bytes) -> Result<(), ConnectorError> {
-        self.command(Command::Message(peer, message))
-    }
-
-    /// Tells a peer that this engine will not take the transfer that it asked for, and why: its load fails at once.
-    ///
-    /// # Errors
-    /// [`ConnectorError::Ended`].
-    pub fn decline(&self, peer: PeerId, transfer: TransferId, why: &str) -> Result<(), ConnectorError> {
-        self.command(Command::Decline(peer, transfer, why.to_owned()))
-    }
-
-    fn command(&self, command: Command) -> Result<(), ConnectorError> {
-        self.inputs.send(Input::Command(command)).map_err(|_| ConnectorError::Ended)
     }
 }
 

@@ -48,8 +48,8 @@ struct Session {
     path: PathReport,
     heads: Range<u16>,
     tp_size: u16,
-    /// Its blocks lie in another order than ours.
-    unlike: bool,
+    /// Its blocks were found to be none that can be read in place.
+    only_copied: bool,
 }
 
 impl Peers {
@@ -136,7 +136,7 @@ impl Peers {
             self.missed.remove(&address);
         }
         let (heads, tp_size) = (card.held_heads(), card.tp_size);
-        self.up.insert(peer, Session { number, version, path, heads, tp_size, unlike: false });
+        self.up.insert(peer, Session { number, version, path, heads, tp_size, only_copied: false });
     }
 
     /// An address leads to a peer; returns the number of its session, if it is up and was accepted.
@@ -191,14 +191,14 @@ impl Peers {
         self.up.get(peer).map(|session| &session.path)
     }
 
-    /// Whether a peer's blocks were found to lie in another order than ours, in its session.
-    pub(super) fn lies_unlike(&self, peer: &PeerId) -> bool {
-        self.up.get(peer).is_some_and(|session| session.unlike)
+    /// Whether a peer's blocks were found to be none that can be read in place, in its session.
+    pub(super) fn is_only_copied(&self, peer: &PeerId) -> bool {
+        self.up.get(peer).is_some_and(|session| session.only_copied)
     }
 
-    /// A peer's blocks lie in another order than ours. Returns whether that is new.
-    pub(super) fn note_unlike(&mut self, peer: &PeerId) -> bool {
-        self.up.get_mut(peer).is_some_and(|session| !std::mem::replace(&mut session.unlike, true))
+    /// A peer's blocks cannot be read in place. Returns whether that is new.
+    pub(super) fn note_only_copied(&mut self, peer: &PeerId) -> bool {
+        self.up.get_mut(peer).is_some_and(|session| !std::mem::replace(&mut session.only_copied, true))
     }
 
     /// Which way each session's payload goes.

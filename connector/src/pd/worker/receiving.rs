@@ -73,6 +73,8 @@ struct Granted {
     staged: Vec<Arc<Staged>>,
     /// What the peer lends, by the number of its write.
     lent: BTreeMap<u32, Arc<Adopted>>,
+    /// Why nothing is to be lent, though that was wanted.
+    not_lent: Option<String>,
 }
 
 /// Where a write's pages lie in the peer's memory.
@@ -146,6 +148,7 @@ impl Receiving {
     ) -> Result<Granted, GrantRefusal> {
         let peer = self.peer.as_ref().ok_or(GrantRefusal::NotConnected)?;
         let mut granted = Granted { staged, ..Granted::default() };
+        let mut in_place = in_place;
         for (index, &rect) in missing.iter().enumerate() {
             let onto = match granted.staged.get(index) {
                 Some(staged) => (&staged.caches, &staged.frames[..], staged.first_token),
@@ -154,7 +157,15 @@ impl Receiving {
                     (caches, blocks, first_token)
                 }
             };
-            match self.grant_one(onto, transport, peer, (rect, in_place)) {
+            let mut one = None;
+            if in_place {
+                match self.grant_in_place(onto, transport, peer, rect) {
+                    Ok(window) => one = Some(Ok((window, None))),
+                    Err(TransportError::NotConnected { .. }) => one = Some(Err(GrantRefusal::NotConnected)),
+                    Err(error) => (granted.not_lent, in_place) = (Some(error.to_string()), false),
+                }
+            }
+            match one.unwrap_or_else(|| self.grant_one(onto, transport, peer, rect)) {
                 Ok((window, landing)) => {
                     granted.windows.push(window);
                     granted.landings.push(landing);
@@ -168,24 +179,31 @@ impl Receiving {
         Ok(granted)
     }
 
+    /// A window of which the peer lends the bytes. Nothing lands there, so nothing is to be sealed.
+    fn grant_in_place(
+        &self,
+        (caches, blocks, first_token): (&Caches, &[BlockId], u32),
+        transport: &dyn Transport,
+        peer: &PeerId,
+        rect: Rect,
+    ) -> Result<GrantedWindow, TransportError> {
+        let (layout, shard) = (caches.layout(), caches.shard());
+        let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
+        let (shape, _) = window.map_err(|error| TransportError::Refused { reason: error.to_string() })?;
+        let key = transport.grant_in_place(peer, shape.bytes())?;
+        Ok(GrantedWindow { key, rect, shape })
+    }
+
     fn grant_one(
         &self,
         (caches, blocks, first_token): (&Caches, &[BlockId], u32),
         transport: &dyn Transport,
         peer: &PeerId,
-        (rect, in_place): (Rect, bool),
+        rect: Rect,
     ) -> Result<(GrantedWindow, Option<Arc<LandingDigests>>), GrantRefusal> {
         let (layout, shard) = (caches.layout(), caches.shard());
         let window = window_pages(layout, shard, blocks, first_token, rect.layers(), self.heads.clone());
         let (shape, pages) = window.map_err(|error| GrantRefusal::Impossible(error.to_string()))?;
-        if in_place {
-            match transport.grant_in_place(peer, shape.bytes()) {
-                // Nothing lands there, so nothing is to be sealed.
-                Ok(key) => return Ok((GrantedWindow { key, rect, shape }, None)),
-                Err(TransportError::NotConnected { .. }) => return Err(GrantRefusal::NotConnected),
-                Err(error) => tracing::debug!(%peer, %error, "payload is copied, not read in place"),
-            }
-        }
         let landing = LandingDigests::new(caches, &shape, blocks, first_token).map(Arc::new);
         let key = match &landing {
             Some(landing) => transport.grant_watched(peer, pages, Arc::clone(landing) as _),
@@ -424,8 +442,10 @@ impl Driver {
         let granted = version
             .ok_or(GrantRefusal::NotConnected)
             .and_then(|version| Ok((version, entry.grant(load, &self.caches, &*self.transport, missing, how)?)));
+        let mut not_lent = None;
         let taken = match granted {
-            Ok((version, granted)) => {
+            Ok((version, mut granted)) => {
+                not_lent = granted.not_lent.take().zip(entry.peer.clone());
                 let keys: Vec<_> = granted.windows.iter().map(|window| window.key).collect();
                 self.granted.extend(keys.iter().map(|&key| (key, transfer)));
                 let first = OpaqueKey::new(keys.first().map_or(0, |key| key.0));
@@ -443,6 +463,9 @@ impl Driver {
             }
             Err(refusal) => entry.machine.grant_refused(now, generation, refusal),
         };
+        if let Some((reason, peer)) = not_lent {
+            self.copy_from_now_on(&peer, &reason);
+        }
         self.note(taken);
     }
 
