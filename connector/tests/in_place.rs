@@ -45,6 +45,8 @@ struct HandOver {
     decode: Engine,
     kept: (Request, Vec<BlockId>),
     read: (Request, Vec<BlockId>),
+    /// Prefill has its blocks back.
+    is_released: bool,
 }
 
 impl HandOver {
@@ -67,19 +69,22 @@ impl HandOver {
         prefill.prefill_step(&kept, &source, 8..TOKENS);
         let hold = prefill.finish(&kept, &source, EngineFinish::Complete);
         assert!(matches!(hold, Hold::Until { .. }), "{hold:?}");
-        let mut this = Self { prefill, decode, kept: (kept, source), read: (read, blocks) };
-        let mut released = 0;
+        let mut this = Self { prefill, decode, kept: (kept, source), read: (read, blocks), is_released: false };
         let deadline = Instant::now() + PATIENCE;
-        // Both have their verdict.
-        while !(this.is_done(&this.prefill) && this.is_done(&this.decode)) {
+        // Both have their verdict, and decode's scheduler knows.
+        while !(this.is_done(&this.prefill) && this.is_done(&this.decode)) || this.decode.scheduler.has_pending() {
             let applied = this.decode.idle_step();
             assert!(applied.failed.is_empty(), "{applied:?}");
-            released += this.prefill.idle_step().released.len();
+            this.is_released |= !this.prefill.idle_step().released.is_empty();
             assert!(Instant::now() < deadline, "{:?}", this.decode.metrics.snapshot());
         }
-        let copies = this.decode.metrics.snapshot().adopted_bytes_total == 0;
-        assert!(copies || released == 0, "its blocks are read");
         this
+    }
+
+    fn wait_until_released(&mut self) {
+        if !self.is_released {
+            self.prefill.idle_until("the release", |applied| applied.released.len() == 1);
+        }
     }
 
     fn is_done(&self, engine: &Engine) -> bool {
@@ -115,7 +120,7 @@ impl HandOver {
 
     /// Prefill gets its blocks back, and decode has its own copy then.
     fn finish_copied(mut self) {
-        self.prefill.idle_until("the release", |applied| applied.released.len() == 1);
+        self.wait_until_released();
         assert_eq!(self.decode.read(&self.read.1, TOKENS), self.prefill.read(&self.kept.1, TOKENS));
         self.attention_is_alike();
         let snapshot = self.decode.metrics.snapshot();
@@ -152,6 +157,7 @@ fn a_prompt_is_read_where_prefill_has_it_until_its_request_ends() {
     let mut it = HandOver::new(&setup(Setup::prefill()), &setup(Setup::decode()));
     // The last block has room for more tokens, which decode computes: it is decode's own.
     assert_eq!(it.aliased(), [true, true, true, true, true, false]);
+    assert!(!it.is_released, "its blocks are read");
     it.attention_is_alike();
     let (ours, theirs) = (it.decode.metrics.snapshot(), it.prefill.metrics.snapshot());
     assert_eq!((ours.adopted_bytes_total, theirs.handed_bytes_total), (all_bytes(), all_bytes()));
@@ -169,7 +175,7 @@ fn a_prompt_is_read_where_prefill_has_it_until_its_request_ends() {
     it.decode.idle_step();
     assert_eq!(it.aliased(), [false; 6]);
     (0..LAYERS).for_each(|layer| it.decode.store(layer, &it.read.1, 0..TOKENS));
-    it.prefill.idle_until("the release", |applied| applied.released.len() == 1);
+    it.wait_until_released();
     wait_until_free(&mut it.prefill, &mut it.decode);
     let ours = it.decode.metrics.snapshot();
     assert_eq!((ours.in_place_copied_pages_total, ours.withdrawn_requests_total), (0, 0));
@@ -193,7 +199,7 @@ fn who_does_not_say_so_or_lies_otherwise_is_copied_from() {
         assert_eq!(it.aliased(), [false; 6], "{name}");
         assert_eq!(it.decode.metrics.snapshot().adopted_bytes_total > 0, is_lent, "{name}");
         it.attention_is_alike();
-        it.prefill.idle_until("the release", |applied| applied.released.len() == 1);
+        it.wait_until_released();
         let _ = it.decode.finish(&it.read.0, &it.read.1, EngineFinish::Complete);
         wait_until_free(&mut it.prefill, &mut it.decode);
     }
@@ -220,6 +226,33 @@ fn a_session_that_is_cut_costs_a_copy_and_nothing_else() {
     proxy.cut_all();
     it.wait_until_copied();
     it.finish_copied();
+}
+
+#[test]
+fn an_owner_that_ends_waits_until_its_readers_have_a_copy() {
+    let mut it = HandOver::new(&setup(Setup::prefill()), &setup(Setup::decode()));
+    let (want, prefill) = (attend(&it.prefill.cache, &it.kept.1), &mut it.prefill.worker);
+    std::thread::scope(|scope| {
+        let ending = scope.spawn(|| prefill.shutdown(PATIENCE));
+        let deadline = Instant::now() + PATIENCE;
+        while !ending.is_finished() {
+            let applied = it.decode.idle_step();
+            assert!(applied.failed.is_empty() && Instant::now() < deadline, "{applied:?}");
+        }
+    });
+    assert_eq!((it.aliased(), attend(&it.decode.cache, &it.read.1)), (vec![false; 6], want));
+    assert_eq!(it.decode.metrics.snapshot().withdrawn_requests_total, 0);
+}
+
+#[test]
+fn memory_that_no_peer_can_map_is_refused_at_the_start_unless_it_only_reads() {
+    let make = |role: &'static str| {
+        let engine = std::panic::catch_unwind(|| {
+            drop(Engine::new(&Setup { raw: true, role, ..setup(Setup::prefill()) }, &opened));
+        });
+        engine.is_ok()
+    };
+    assert_eq!((make("decode"), make("prefill"), make("both")), (true, false, false));
 }
 
 #[test]

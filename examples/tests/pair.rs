@@ -92,6 +92,8 @@ async fn a_pair_that_reads_in_place_answers_alike() {
         "--max-tokens 6 --order prefill-first --concurrency 4 --chunk 24 --kv-dtype bf16",
         "--max-tokens 6 --prefill-tp 2 --decode-tp 2 --prefill-layout LPBNHC --decode-layout LPBNHC",
         "--max-tokens 6 --turns 3 --decode-block 8 --prefill-block 8 --concurrency 2",
+        "--max-tokens 20 --turns 2 --write-back on",
+        "--max-tokens 40 --concurrency 4 --decode-blocks 16 --prefill-blocks 16",
     ] {
         let report = run(&format!("{args} --same-host in-place")).await;
         assert_identical(&report, args);

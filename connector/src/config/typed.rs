@@ -312,6 +312,11 @@ impl ConnectorConfig {
             return Err(value("tp_rank", tp_rank, fix));
         }
         let pp_rank = PpRank::new(number("pp_rank", raw.pp_rank, 0, 0..=1023)?);
+        let in_place = raw.same_host.as_deref().and_then(SameHost::from_word) == Some(SameHost::InPlace);
+        if let Some(bytes) = raw.tier_bytes.filter(|&bytes| bytes > 0 && in_place && role != Role::Prefill) {
+            let fix = "write 0, or same_host = \"copy\": a tier is not filled with blocks that are read in place";
+            return Err(value("tier_bytes", bytes, fix.into()));
+        }
         let order = choose("order", raw.order.as_deref(), TransferOrder::from_word, TransferOrder::TEXTS)?;
         let policy = raw.load_failure_policy.as_deref();
         let policy = choose("load_failure_policy", policy, LoadFailurePolicy::from_word, LoadFailurePolicy::TEXTS)?;

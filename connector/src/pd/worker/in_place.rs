@@ -13,6 +13,7 @@ use kvferry_kernels::{AliasOwner, HostKvCache, Settle};
 use kvferry_protocol::{BlockId, PeerId};
 use kvferry_transport::{Adopted, GrantKey};
 
+use super::PdWorker;
 use crate::contract::{LoadFailure, RequestId};
 
 /// All requests that read in place.
@@ -153,6 +154,21 @@ impl InPlace {
 impl Reading {
     fn is_intact(&self) -> bool {
         self.writes.iter().all(|lent| lent.adopted.is_intact())
+    }
+}
+
+impl PdWorker {
+    /// Ends what is not to be read in place any more, and looks whether what was read is what it was. Between uses of the pages.
+    pub(super) fn settle_in_place(&mut self, finished: &[RequestId]) {
+        let Some(cache) = &self.aliasing else { return };
+        let in_place = &self.board.in_place;
+        in_place.finished(cache, finished);
+        let Settled { withdrawn, copied_pages } = in_place.settle(cache);
+        self.board.metrics.in_place_copied_pages_total.add(copied_pages as u64);
+        let before = self.withdrawn.len();
+        self.withdrawn.extend(withdrawn);
+        self.withdrawn.extend(in_place.look(cache));
+        self.board.metrics.withdrawn_requests_total.add((self.withdrawn.len() - before) as u64);
     }
 }
 

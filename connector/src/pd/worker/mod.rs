@@ -64,7 +64,7 @@ use device::{After, Staging, in_full, lanes};
 use driver::{Driver, Memories, Outlets};
 use groups::LinkRate;
 pub use handle::PdHandle;
-use in_place::{InPlace, Settled};
+use in_place::InPlace;
 use inlet::Inlet;
 use jobs::JobDone;
 use keeping::Keeping;
@@ -75,7 +75,7 @@ use step::{Handed, StepProgress};
 use tier_threads::{TierAnswer, TierThreads};
 
 use super::caches::{Caches, KvCache};
-use crate::config::{ConnectorConfig, SameHost};
+use crate::config::{ConnectorConfig, Role, SameHost};
 use crate::contract::{
     BadStep, Cancel, Load, LoadFailure, Ready, Refuse, RequestId, Restore, Return, Save, StepMeta, StepResults, Store,
     Take, TierResults, Worker,
@@ -253,6 +253,14 @@ impl PdWorker {
             let problem = "a tier cannot be filled from a device's memory yet; write tier_bytes = 0".to_owned();
             return Err(ConnectorError::Caches { problem });
         }
+        let network = parts.config.network();
+        let caches = Caches::new(parts.cache.clone(), parts.shard);
+        if network.same_host == SameHost::InPlace && parts.config.role() != Role::Decode && !caches.is_mappable() {
+            let problem = "same_host = \"in-place\", but peers cannot map it; allocate it as memory files \
+                           (HostKvCache::shareable), or write copy"
+                .to_owned();
+            return Err(ConnectorError::Caches { problem });
+        }
         let staging = Staging::new(&parts.cache, parts.shard, limits, &*transport)?;
         let regions = crate::raw::register(&*transport, &parts.cache, 0)?;
         if let Some(tier) = &tier {
@@ -267,7 +275,6 @@ impl PdWorker {
             KvCache::Host(cache) if parts.config.network().same_host == SameHost::InPlace => Some(cache.clone()),
             _ => None,
         };
-        let caches = Caches::new(parts.cache, parts.shard);
         let board = Arc::new(Board {
             progress: Progress::default(),
             results: Mutex::new(StepResults::empty(tp_rank)),
@@ -381,19 +388,6 @@ impl PdWorker {
             tracing::error!(%request, error = in_full(error), "the device does not wait for a layer");
         }
         queued.is_ok()
-    }
-
-    /// Ends what is not to be read in place any more, and looks whether what was read is what it was. Between uses of the pages.
-    fn settle_in_place(&mut self, finished: &[RequestId]) {
-        let Some(cache) = &self.aliasing else { return };
-        let in_place = &self.board.in_place;
-        in_place.finished(cache, finished);
-        let Settled { withdrawn, copied_pages } = in_place.settle(cache);
-        self.board.metrics.in_place_copied_pages_total.add(copied_pages as u64);
-        let before = self.withdrawn.len();
-        self.withdrawn.extend(withdrawn);
-        self.withdrawn.extend(in_place.look(cache));
-        self.board.metrics.withdrawn_requests_total.add((self.withdrawn.len() - before) as u64);
     }
 
     fn ask(&self, command: impl FnOnce(Sender<()>) -> Command) {

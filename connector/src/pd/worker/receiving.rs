@@ -50,6 +50,8 @@ pub(super) struct Receiving {
     pub(super) over: bool,
     /// The transport's grants of each generation.
     grants: BTreeMap<Generation, Granted>,
+    /// Its sender was granted to hand over in place.
+    in_place: bool,
     /// Pages of the write whose digest is being told, to be read where they lie if it is right.
     pub(super) found: Option<FoundPages>,
     /// Digests that are with a mover, and what is on its way to a device's pages.
@@ -110,6 +112,7 @@ impl Receiving {
             refusal: None,
             over: false,
             grants: BTreeMap::new(),
+            in_place: false,
             found: None,
             verifying: 0,
             judging: BTreeMap::new(),
@@ -445,6 +448,7 @@ impl Driver {
         let mut not_lent = None;
         let taken = match granted {
             Ok((version, mut granted)) => {
+                entry.in_place |= in_place && granted.not_lent.is_none();
                 not_lent = granted.not_lent.take().zip(entry.peer.clone());
                 let keys: Vec<_> = granted.windows.iter().map(|window| window.key).collect();
                 self.granted.extend(keys.iter().map(|&key| (key, transfer)));
@@ -522,8 +526,14 @@ impl Driver {
             (_, Some(refusal), None) => (Some(refusal.clone()), end.good_until_token),
             (verdict, None, None) => (Some(self.why(verdict, transfer, entry)), end.good_until_token),
         };
+        // The sender could not hand over what it was asked for: the next load is asked for as ever.
+        let is_refused = entry.in_place && matches!(&end.verdict, Verdict::Failed(why) if why.reason == Reason::Engine);
+        let refused = entry.peer.clone().filter(|_| is_refused);
         self.count_end(metrics::Side::Receive, &end.verdict, elapsed);
         tracing::debug!(verdict = %end.verdict, elapsed_us = elapsed.as_micros(), "part ended");
+        if let Some(peer) = refused {
+            self.copy_from_now_on(&peer, reason.as_deref().unwrap_or_default());
+        }
         if let Some(load) = self.loads.get(&load) {
             let span = || Span::since(self.instant(began), Kind::Load).transfer(transfer).request(&load.request);
             self.board.tracer.record(span);
