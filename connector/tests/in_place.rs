@@ -211,6 +211,8 @@ fn prefill_that_is_short_of_blocks_gets_them_back_and_decode_has_a_copy() {
     it.prefill.scheduler.short_of_blocks();
     let _ = it.prefill.idle_step();
     it.wait_until_copied();
+    it.wait_until_released();
+    it.is_released = true;
     assert!(it.prefill.metrics.snapshot().recalled_writes_total > 0);
     it.finish_copied();
 }

@@ -19,6 +19,8 @@ pub struct Shape {
     pub write_back: bool,
     /// How KV may go: `KVFERRY_PATHS` of its nodes.
     pub paths: &'static str,
+    /// Whether decode reads prefill's blocks where they lie, where the ranks and the way allow it.
+    pub in_place: bool,
 }
 
 /// The ways of the shapes. Links break TCP; where memory is shared on one host they break the control lanes only, while nodes are
@@ -27,7 +29,15 @@ const PATHS: [&str; 4] = ["tcp", "shm,uds", "tcp", "cma,uds"];
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { prefill_tp: 1, decode_tp: 1, prefill_first: false, fails: false, write_back: false, paths: "tcp" }
+        Self {
+            prefill_tp: 1,
+            decode_tp: 1,
+            prefill_first: false,
+            fails: false,
+            write_back: false,
+            paths: "tcp",
+            in_place: false,
+        }
     }
 }
 
@@ -53,6 +63,8 @@ impl Shape {
                 fails: high ^ flip(1),
                 write_back: low ^ high ^ flip(2),
                 paths: PATHS[(number + turn) % 4],
+                // The only one that shares memory files.
+                in_place: PATHS[(number + turn) % 4] == "shm,uds" && flip(3),
             }
         })
     }
@@ -74,7 +86,9 @@ impl Shape {
 
     fn both(&self, setup: &Setup) -> Setup {
         let order = if self.prefill_first { "prefill-first" } else { "decode-first" };
-        setup.clone().env("KVFERRY_PATHS", self.paths).args(&format!("--order {order}"))
+        let same_host = if self.in_place { "in-place" } else { "copy" };
+        let setup = setup.clone().env("KVFERRY_PATHS", self.paths).env("KVFERRY_SAME_HOST", same_host);
+        setup.args(&format!("--order {order}"))
     }
 
     /// Sessions between one prefill and one decode node: each decode rank reads its heads from as few ranks as hold them.
@@ -87,11 +101,15 @@ impl Shape {
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { prefill_tp, decode_tp, prefill_first, fails, write_back, paths } = self;
+        let Self { prefill_tp, decode_tp, prefill_first, fails, write_back, paths, in_place } = self;
         let order = if *prefill_first { "prefill-first" } else { "decode-first" };
         let policy = if *fails { "fail" } else { "recompute" };
         let write_back = if *write_back { "on" } else { "off" };
-        write!(f, "TP {prefill_tp} to {decode_tp}, {order}, policy {policy}, write-back {write_back}, paths {paths}")
+        let same_host = if *in_place { ", in place" } else { "" };
+        write!(
+            f,
+            "TP {prefill_tp} to {decode_tp}, {order}, policy {policy}, write-back {write_back}, paths {paths}{same_host}"
+        )
     }
 }
 
