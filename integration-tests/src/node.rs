@@ -115,7 +115,7 @@ impl Setup {
     /// If the environment is no configuration.
     #[must_use]
     pub fn limits(&self) -> Limits {
-        let mut raw = RawConfig { engine_id: Some("a".into()), role: Some("both".into()), ..RawConfig::default() };
+        let mut raw = RawConfig { engine_id: Some("a".into()), role: Some("prefill".into()), ..RawConfig::default() };
         let environment = self.environment.iter().map(|(name, value)| (name.into(), value.into()));
         raw.overlay_env(environment).expect("the nodes read it, too");
         let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).expect("the nodes read it, too");

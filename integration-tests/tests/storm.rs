@@ -96,7 +96,8 @@ fn decode_stopped_and_continued() {
     let tally = storm("decode stopped", (1, 1), |round| {
         let load = round.load_until_moment();
         round.cluster.decode()[0].stop();
-        if round.chance.one_in(3) {
+        // What it reads in place it keeps for as long as it sleeps.
+        if round.cluster.shape().in_place || round.chance.one_in(3) {
             round.last(SILENCE);
         } else {
             // Nobody else may pay for a node that sleeps.

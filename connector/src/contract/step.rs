@@ -48,7 +48,7 @@ pub struct StepMeta {
     /// Requests that lost their blocks since the last step: the engine calls [`Worker::preempted`](super::Worker::preempted) with
     /// them before anything of this step is written to the cache.
     pub preempted: Vec<RequestId>,
-    /// Requests that have no blocks any more: what they read in place is let go of before anything else of the step.
+    /// Requests that have no blocks any more, or whose load failed: what they read in place is let go of before anything else of the step.
     pub finished: Vec<RequestId>,
     /// The engine is short of blocks: what peers hold in place of its own is asked back.
     pub recall: bool,

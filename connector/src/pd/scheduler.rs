@@ -61,6 +61,8 @@ pub struct PdScheduler {
 #[derive(Debug)]
 struct LoadState {
     transfer: TransferId,
+    /// Tokens of the local prefix, before the first that is loaded.
+    local: u32,
     started: BTreeSet<TpRank>,
     ended: BTreeSet<TpRank>,
     failure: Option<LoadFailure>,
@@ -188,6 +190,7 @@ impl PdScheduler {
             request.id.clone(),
             LoadState {
                 transfer: *transfer,
+                local: local_tokens,
                 started: BTreeSet::new(),
                 ended: BTreeSet::new(),
                 failure: None,
@@ -323,7 +326,7 @@ impl PdScheduler {
             self.let_go(&id);
             self.release_if_free(id, applied);
         } else if let Some(failure) = load.failure {
-            applied.failed.push(failure);
+            self.fail(failure, load.local, applied);
         } else if !load.surfaced {
             applied.loaded.push(id);
         }
@@ -343,13 +346,22 @@ impl PdScheduler {
             }
             // Once for all ranks: the first one's word is the request's.
             None if self.fetched.contains(id) && !applied.failed.iter().any(|known| known.request == *id) => {
-                applied.failed.push(failure);
+                self.fail(failure, 0, applied);
             }
             None => self.unknown_results += 1,
         }
     }
 
-    /// A request has no blocks any more.
+    /// A load failed on some rank. What others read in place for it is no place to compute into: none of it is kept.
+    fn fail(&mut self, failure: LoadFailure, local: u32, applied: &mut Applied) {
+        self.let_go(&failure.request);
+        applied.failed.push(match self.reads_in_place {
+            true => LoadFailure { good_tokens: local, good_blocks: Vec::new(), ..failure },
+            false => failure,
+        });
+    }
+
+    /// Nothing is read in place for a request any more, on any rank.
     fn let_go(&mut self, request: &RequestId) {
         if self.reads_in_place {
             self.next.finished.push(request.clone());
@@ -439,7 +451,8 @@ impl Scheduler for PdScheduler {
         match &request.params {
             Some(TransferParams::Fetch { transfer, from, engine, ask }) if !self.fetched.contains(id) => {
                 let (transfer, started, ended) = (*transfer, one.clone(), one);
-                let load = LoadState { transfer, started, ended, failure: None, surfaced: true, aborted: true };
+                let load =
+                    LoadState { transfer, local: 0, started, ended, failure: None, surfaced: true, aborted: true };
                 self.loads.insert(id.clone(), load);
                 let (request, from, engine, ask) = (id.clone(), from.clone(), engine.clone(), ask.clone());
                 let (blocks, tokens) = (vec![], 0..0);

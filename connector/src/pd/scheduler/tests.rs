@@ -388,3 +388,52 @@ fn a_keep_that_nobody_will_read_ends_at_any_point_of_its_request() {
         assert!(!s.has_pending() && s.unknown_results() == 0, "{name}");
     }
 }
+
+/// Ranks whose load succeeded read in place what the request computes into after another rank's failure.
+#[test]
+fn what_failed_on_one_rank_is_let_go_on_all_and_has_nothing_good() {
+    let mut s = scheduler(2).with_reading_in_place();
+    let id = RequestId::new("a");
+    s.allocated(&fetch("a", 60), &blocks(4), 16, 44).unwrap();
+    assert!(s.build_step(&ScheduledStep::default()).finished.is_empty());
+    let applied = s.apply(vec![
+        StepResults { loaded: vec![id.clone()], ..results(0) },
+        StepResults { failed: vec![failure("a", 48)], ..results(1) },
+    ]);
+    assert_eq!(applied.failed.iter().map(|f| (f.good_tokens, f.good_blocks.len())).collect::<Vec<_>>(), [(16, 0)]);
+    assert!(s.has_pending(), "before anything is computed into its blocks");
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id]);
+}
+
+#[test]
+fn what_was_withdrawn_on_one_rank_fails_once_and_is_let_go_on_all() {
+    let mut s = scheduler(2).with_reading_in_place();
+    let id = RequestId::new("a");
+    let withdrawn = |rank| StepResults { withdrawn: vec![failure("a", 0)], ..results(rank) };
+    let loaded = |rank| StepResults { loaded: vec![RequestId::new("a")], ..results(rank) };
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    // One rank is still loading: its step is void, and the failure comes with the end.
+    let applied = s.apply(vec![loaded(0), withdrawn(0)]);
+    assert_eq!((applied.void, applied.failed.len(), applied.loaded.len()), (vec![id.clone()], 0, 0));
+    assert_eq!(s.apply(vec![loaded(1)]).failed.len(), 1);
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id.clone()]);
+
+    let mut s = scheduler(2).with_reading_in_place();
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    assert_eq!(s.apply(vec![loaded(0), loaded(1)]).loaded, [id.clone()]);
+    let applied = s.apply(vec![withdrawn(0), withdrawn(1)]);
+    assert_eq!((applied.failed.len(), s.unknown_results()), (1, 1));
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id.clone()]);
+    assert_eq!(s.finished(&id, &blocks(3), EngineFinish::Complete), Hold::Free);
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id.clone()]);
+    assert_eq!(s.apply(vec![withdrawn(0)]).failed, [], "it is over");
+
+    // Another engine's results make no such thing.
+    let mut s = scheduler(1);
+    s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
+    s.apply(vec![loaded(0)]);
+    s.short_of_blocks();
+    let _ = s.finished(&id, &blocks(3), EngineFinish::Complete);
+    let meta = s.build_step(&ScheduledStep::default());
+    assert!(meta.finished.is_empty() && meta.recall);
+}
