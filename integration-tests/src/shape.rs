@@ -63,8 +63,7 @@ impl Shape {
                 fails: high ^ flip(1),
                 write_back: low ^ high ^ flip(2),
                 paths: PATHS[(number + turn) % 4],
-                // The only one that shares memory files.
-                in_place: PATHS[(number + turn) % 4] == "shm,uds" && flip(3),
+                in_place: false,
             }
         })
     }

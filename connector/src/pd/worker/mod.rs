@@ -253,14 +253,8 @@ impl PdWorker {
             let problem = "a tier cannot be filled from a device's memory yet; write tier_bytes = 0".to_owned();
             return Err(ConnectorError::Caches { problem });
         }
-        let network = parts.config.network();
         let caches = Caches::new(parts.cache.clone(), parts.shard);
-        if network.same_host == SameHost::InPlace && parts.config.role() != Role::Decode && !caches.is_mappable() {
-            let problem = "same_host = \"in-place\", but peers cannot map it; allocate it as memory files \
-                           (HostKvCache::shareable), or write copy"
-                .to_owned();
-            return Err(ConnectorError::Caches { problem });
-        }
+        check_in_place(&parts.config, &caches)?;
         let staging = Staging::new(&parts.cache, parts.shard, limits, &*transport)?;
         let regions = crate::raw::register(&*transport, &parts.cache, 0)?;
         if let Some(tier) = &tier {
@@ -546,6 +540,18 @@ impl Worker for PdWorker {
             self.board.in_place.end_all(cache);
         }
     }
+}
+
+/// Who lends its blocks in place has them where peers can map them.
+fn check_in_place(config: &ConnectorConfig, caches: &Caches) -> Result<(), ConnectorError> {
+    let lends = config.network().same_host == SameHost::InPlace && config.role() != Role::Decode;
+    if lends && !caches.is_mappable() {
+        let problem = "same_host = \"in-place\", but peers cannot map it; allocate it as memory files \
+                       (HostKvCache::shareable), or write copy"
+            .to_owned();
+        return Err(ConnectorError::Caches { problem });
+    }
+    Ok(())
 }
 
 /// A tier beside a cache, and its threads.
