@@ -24,6 +24,7 @@ fn config(prefix: PrefixKind, blocks: u32) -> NodeConfig {
         max_running: 2,
         on_load_failure: LoadFailurePolicy::Fail,
         prefix,
+        in_place: false,
     }
 }
 

@@ -416,16 +416,16 @@ fn what_was_withdrawn_on_one_rank_fails_once_and_is_let_go_on_all() {
     let applied = s.apply(vec![loaded(0), withdrawn(0)]);
     assert_eq!((applied.void, applied.failed.len(), applied.loaded.len()), (vec![id.clone()], 0, 0));
     assert_eq!(s.apply(vec![loaded(1)]).failed.len(), 1);
-    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id.clone()]);
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, std::slice::from_ref(&id));
 
     let mut s = scheduler(2).with_reading_in_place();
     s.allocated(&fetch("a", 40), &blocks(3), 0, 40).unwrap();
-    assert_eq!(s.apply(vec![loaded(0), loaded(1)]).loaded, [id.clone()]);
+    assert_eq!(s.apply(vec![loaded(0), loaded(1)]).loaded, std::slice::from_ref(&id));
     let applied = s.apply(vec![withdrawn(0), withdrawn(1)]);
     assert_eq!((applied.failed.len(), s.unknown_results()), (1, 1));
-    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id.clone()]);
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, std::slice::from_ref(&id));
     assert_eq!(s.finished(&id, &blocks(3), EngineFinish::Complete), Hold::Free);
-    assert_eq!(s.build_step(&ScheduledStep::default()).finished, [id.clone()]);
+    assert_eq!(s.build_step(&ScheduledStep::default()).finished, std::slice::from_ref(&id));
     assert_eq!(s.apply(vec![withdrawn(0)]).failed, [], "it is over");
 
     // Another engine's results make no such thing.

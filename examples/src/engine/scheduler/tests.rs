@@ -82,6 +82,7 @@ fn scheduler_of(prefix: PrefixKind, watermark_blocks: usize, matched: Match) -> 
         vocab: 100,
         on_load_failure: LoadFailurePolicy::Recompute,
         prefix,
+        in_place: false,
         watermark_blocks,
     };
     let (holds, refuses, allocated, finished, preempted, next) = Default::default();
