@@ -72,6 +72,8 @@ struct State {
     next_post: u64,
     /// Frames whose puts or notes are under way.
     flying: HashMap<u64, Flying>,
+    /// The peer's words about writes of which frames are flying: a write ends when UCX reads nothing of it any more.
+    early: Vec<FrameHeader>,
 }
 
 /// The peer's slots.
@@ -84,6 +86,7 @@ struct Theirs {
 
 struct Flying {
     grant: GrantKey,
+    sequence: u32,
     slot: u32,
 }
 
@@ -179,19 +182,22 @@ impl UcxLane {
             return Ok(());
         }
         let mut state = lock(&self.state);
-        let State { theirs: Some(theirs), next_post, flying } = &mut *state else { return Ok(()) };
+        let State { theirs: Some(theirs), next_post, flying, early } = &mut *state else { return Ok(()) };
         while let Some(&slot) = theirs.free.last() {
             let frame_bytes = self.slot_bytes.min(theirs.slot_bytes);
             let Some(cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
             let at = u64::from(slot) * theirs.slot_bytes;
-            let grant = cut.post.grant;
+            let (grant, sequence) = (cut.post.grant, cut.post.sequence);
+            if early.iter().any(|word| (word.grant, word.sequence) == (grant.0, sequence)) {
+                continue; // refused: what is left of it is not sent
+            }
             let note = [&[FRAME][..], &slot.to_le_bytes(), &cut.head].concat();
             // A post that ended meanwhile has nothing to send.
             let Some(work) = Work::of_runs(cut.post, cut.runs, Arc::clone(&theirs.window), at) else { continue };
             *next_post += 1;
             self.node.post_work(self.link, *next_post, work, note.into()).map_err(|error| broken(&session, &error))?;
             theirs.free.pop();
-            flying.insert(*next_post, Flying { grant, slot });
+            flying.insert(*next_post, Flying { grant, sequence, slot });
             Counters::add(&core.counters.sent_bytes, cut.payload_bytes);
             Counters::add(&core.counters.ucx_bytes, cut.payload_bytes);
         }
@@ -238,10 +244,15 @@ impl UcxLane {
                 let is_owed = |theirs: &&mut Theirs| slot < theirs.slots && !theirs.free.contains(&slot);
                 let theirs = state.theirs.as_mut().filter(is_owed);
                 theirs.ok_or_else(|| wrong("it gives back a slot that was not taken"))?.free.push(slot);
-                drop(state);
                 if let Some(word) = word.filter(|word| matches!(word.kind, FrameKind::Ack | FrameKind::Refuse)) {
-                    session.verdict(core, word.grant, word.sequence, word.refusal);
+                    for (&post, _) in state.flying.iter().filter(|(_, flying)| flying.is_of(&word)) {
+                        self.node.give_up(self.link, post);
+                    }
+                    state.early.push(word);
                 }
+                let words = state.settled();
+                drop(state);
+                words.iter().for_each(|word| session.verdict(core, word.grant, word.sequence, word.refusal));
                 self.pump(core)
             }
             _ => Err(wrong("a note makes no sense")),
@@ -299,14 +310,30 @@ impl UcxLane {
     }
 
     /// A post ended; a slot into which nothing was announced is free again.
-    fn ended(&self, core: &Core, post: u64, is_announced: bool) -> Result<(), TransportError> {
+    fn ended(&self, core: &Core, session: &Session, post: u64, is_announced: bool) -> Result<(), TransportError> {
         let mut state = lock(&self.state);
         let flying = state.flying.remove(&post);
         if let (Some(flying), Some(theirs), false) = (flying, &mut state.theirs, is_announced) {
             theirs.free.push(flying.slot);
         }
+        let words = state.settled();
         drop(state);
+        words.iter().for_each(|word| session.verdict(core, word.grant, word.sequence, word.refusal));
         self.pump(core)
+    }
+}
+
+impl State {
+    /// Takes the words about writes of which nothing flies.
+    fn settled(&mut self) -> Vec<FrameHeader> {
+        let flying = &self.flying;
+        self.early.extract_if(.., |word| !flying.values().any(|flying| flying.is_of(word))).collect()
+    }
+}
+
+impl Flying {
+    fn is_of(&self, word: &FrameHeader) -> bool {
+        (self.grant.0, self.sequence) == (word.grant, word.sequence)
     }
 }
 
@@ -336,8 +363,8 @@ impl UcxSink for Sink {
             }
             UcxEvent::Noted { note, .. } => lane.hear(core, &session, &note),
             UcxEvent::Posted { post, outcome, .. } => match outcome {
-                Ok(()) => lane.ended(core, post, true),
-                Err(UcxError::Cancelled) => lane.ended(core, post, false),
+                Ok(()) => lane.ended(core, &session, post, true),
+                Err(UcxError::Cancelled) => lane.ended(core, &session, post, false),
                 // The end of the link follows.
                 Err(_) => Ok(()),
             },

@@ -279,6 +279,13 @@ impl UcxNode {
         self.wait(|done| Command::Cancel { link, post, done });
     }
 
+    /// Begins to end a post early, if it has not ended; its event says when nothing of its source is read any more.
+    pub(crate) fn give_up(&self, link: LinkId, post: u64) {
+        let (done, _nobody) = sync_channel(1);
+        // If the thread is over nothing is under way.
+        let _ = self.command(Command::Cancel { link, post, done });
+    }
+
     /// Ends a link without the peer's help. After this returns no byte of the peer lands through it: its worker, and with it
     /// every socket and queue pair that served the peer, is gone. All its posts have ended then.
     pub fn fence(&self, link: LinkId) {
