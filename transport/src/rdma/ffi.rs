@@ -17,6 +17,7 @@ use rdma_sys::{
 };
 
 use crate::api::{Memory, MemoryKind};
+use crate::place::DeviceRun;
 use crate::raw::{RawRun, Region};
 
 /// A call's result: 0 or an errno.
@@ -194,18 +195,55 @@ impl MemoryRegion {
     /// Registers a run of a region's memory, for writes by peers too if `is_target`. It stays registered while this lives.
     pub(crate) fn new(domain: &Arc<ProtectionDomain>, run: RawRun, is_target: bool) -> io::Result<Self> {
         let access = IBV_ACCESS_LOCAL_WRITE | if is_target { IBV_ACCESS_REMOTE_WRITE } else { 0 };
+        Self::at(domain, run.start(), run.bytes(), access)
+    }
+
+    /// Registers a run of a device's memory by its address, for writes by peers too. It fails where no module knows the address.
+    pub(crate) fn of_peer_memory(domain: &Arc<ProtectionDomain>, run: DeviceRun) -> io::Result<Self> {
+        // It is passed on as a number: nobody follows it here.
+        let start = std::ptr::without_provenance_mut(run.address as usize);
+        Self::at(domain, start, run.bytes as usize, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)
+    }
+
+    /// Registers a run of a device's memory by its dma-buf, where it lies from `offset` on, for writes by peers too. Requests name it by its
+    /// address, as other memory. [`io::ErrorKind::Unsupported`] if the library lacks the call.
+    pub(crate) fn of_dma_buf(
+        domain: &Arc<ProtectionDomain>,
+        run: DeviceRun,
+        file: BorrowedFd<'_>,
+        offset: u64,
+    ) -> io::Result<Self> {
         let verbs = &domain.context.verbs;
-        let (start, bytes) = (run.start().cast(), run.bytes());
+        if !verbs.has_dmabuf() {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let relaxed = if verbs.has_optional_access() { IBV_ACCESS_RELAXED_ORDERING } else { 0 };
+        let access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | relaxed;
+        let (fd, bytes) = (std::os::fd::AsRawFd::as_raw_fd(&file), run.bytes as usize);
+        // SAFETY: a live domain and an open descriptor. The driver takes what it needs of the dma-buf and keeps it until the region is
+        // dropped; who may use these bytes while a device does is what grants and posts settle. The flags fit.
+        let raw =
+            unsafe { verbs.ibv_reg_dmabuf_mr(domain.raw.as_ptr(), offset, bytes, run.address, fd, access as c_int) };
+        Self::registered(domain, raw)
+    }
+
+    fn at(domain: &Arc<ProtectionDomain>, start: *mut u8, bytes: usize, access: u32) -> io::Result<Self> {
+        let verbs = &domain.context.verbs;
+        let start = start.cast();
         let raw = if verbs.has_optional_access() {
             // A device that cannot relax the order of writes ignores the flag.
             let access = access | IBV_ACCESS_RELAXED_ORDERING;
-            // SAFETY: the run is mapped until its transport is dropped, and this is dropped before; who may touch it while a device
-            // does is what grants and posts settle (see `raw`).
+            // SAFETY: host memory is mapped until its transport is dropped, and this is dropped before; who may touch it while a device
+            // does is what grants and posts settle (see `raw`). Any other address is refused, unless a module knows it as a device's.
             unsafe { verbs.ibv_reg_mr_iova2(domain.raw.as_ptr(), start, bytes, start as u64, access) }
         } else {
             // SAFETY: as above. The flags fit.
             unsafe { verbs.ibv_reg_mr(domain.raw.as_ptr(), start, bytes, access as c_int) }
         };
+        Self::registered(domain, raw)
+    }
+
+    fn registered(domain: &Arc<ProtectionDomain>, raw: *mut ibv_mr) -> io::Result<Self> {
         let raw = object(raw)?;
         // SAFETY: a live region, whose keys do not change.
         let local_key = unsafe { (*raw.as_ptr()).lkey };
@@ -512,7 +550,8 @@ impl Slots {
         let address = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or(io::ErrorKind::OutOfMemory)?;
         let mut slots = Self { address, layout, slot_bytes, regions: Vec::new() };
         let memory = Memory { address, bytes, kind: MemoryKind::Host, file: None };
-        let run = Region::new(&memory).run(0, bytes as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        let run = Region::of(&memory).and_then(|region| region.run(0, bytes as u64));
+        let run = run.ok_or(io::ErrorKind::InvalidInput)?;
         for domain in domains {
             slots.regions.push(MemoryRegion::new(domain, run, are_targets)?);
         }

@@ -86,6 +86,13 @@ pub(crate) enum Command {
         session: SessionKey,
         reason: TransportError,
     },
+    /// Nothing can carry the rest of a post; the receiver is to be asked about it.
+    GiveUp {
+        session: SessionKey,
+        grant: GrantKey,
+        sequence: u32,
+        reason: TransportError,
+    },
     /// Whether a session's RDMA path may be used, or why not.
     Proved {
         session: SessionKey,
@@ -215,12 +222,21 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why memory of another device is refused, whatever the paths are.
-    fn why_no_device_memory(&self) -> String {
-        let lanes = "it is a device's, and every session has lanes (tcp, uds, shm, cma, ucx), which processors serve";
+    /// Why memory of another device is not taken, if it is not; whether the cards register it is seen when they do.
+    fn why_no_device_memory(&self, memory: &Memory) -> Option<String> {
+        let lanes = "it is a device's, and processors serve the other ways (tcp, uds, shm, cma, ucx)";
         match &self.verbs {
-            Some(verbs) => format!("{lanes}, beside rdma, whose cards could: {}", verbs.device_memory()),
-            None => format!("{lanes}; stage it in host memory"),
+            None => {
+                Some(format!("{lanes}: name rdma among the paths, on a host with a card, or stage it in host memory"))
+            }
+            Some(verbs) if !cfg!(feature = "device-memory") => {
+                let cards = verbs.device_memory();
+                Some(format!(
+                    "{lanes}; this is a build without the feature `device-memory`, and the cards could: {cards}"
+                ))
+            }
+            Some(_) if memory.file.is_some() => Some("it is a device's, of which no process maps a file".to_owned()),
+            Some(_) => None,
         }
     }
 
@@ -268,9 +284,20 @@ impl Shared {
 
     fn grant(&self, peer: &PeerId, pages: Pages, watch: Option<Arc<dyn Landing>>) -> Result<GrantKey, TransportError> {
         let session = self.session(peer)?;
-        let grant = self.core.grant(peer, session.key, &pages, watch)?;
+        let mut is_of_device = false;
+        let by_devices = || {
+            is_of_device = true;
+            session.reaches_device_memory("a granted page")
+        };
+        let grant = self.core.grant(peer, session.key, &pages, watch, by_devices)?;
         if let Some(verbs) = session.verbs() {
-            verbs.tell_window(&session, grant, pages);
+            let told_bytes = verbs.tell_window(&session, grant, pages);
+            if is_of_device && told_bytes > MAX_MESSAGE_BYTES {
+                // Lanes carry what is not told, but not this.
+                self.core.grants.revoke(grant);
+                let (found, limit) = (told_bytes as u64, MAX_MESSAGE_BYTES as u64);
+                return Err(TransportError::Limit { what: "bytes of a window of a device's memory", found, limit });
+            }
             self.waker.wake();
         }
         Ok(grant)
@@ -330,6 +357,9 @@ impl Shared {
         }
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
+        if post.is_of_device {
+            session.reaches_device_memory("the source")?;
+        }
         let mut post = post.watched(watch);
         post.is_in_place = session.is_in_place && write.grant.is_in_place();
         self.add(&session, post)?;
@@ -367,11 +397,12 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        if memory.kind != MemoryKind::Host {
-            let problem = self.shared.why_no_device_memory();
+        let is_of_device = matches!(memory.kind, MemoryKind::Device(_));
+        if let Some(problem) = is_of_device.then(|| self.shared.why_no_device_memory(&memory)).flatten() {
             return Err(TransportError::Memory { bytes: memory.bytes, problem });
         }
-        if let Some(ucx) = &self.shared.ucx {
+        // A receiver copies out of slots, and a put out of a device's memory would fall back to lanes with the link.
+        if let Some(ucx) = self.shared.ucx.as_ref().filter(|_| !is_of_device) {
             #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
             // SAFETY: the caller's promise, which is the same; UCX is shut down with this transport.
             let registered = unsafe { ucx.node.register(memory.clone()) };
@@ -433,6 +464,10 @@ impl Transport for Tcp {
 
     fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
         self.shared.grant(peer, pages, Some(watch))
+    }
+
+    fn reaches_device_memory(&self, peer: &PeerId) -> Result<(), TransportError> {
+        self.shared.session(peer)?.reaches_device_memory("the payload")
     }
 
     fn grant_in_place(&self, peer: &PeerId, bytes: u64) -> Result<GrantKey, TransportError> {

@@ -35,6 +35,7 @@ mod timers;
 mod ucx;
 mod verbs;
 mod verbs_link;
+mod verbs_window;
 mod verbs_words;
 pub(crate) mod wake;
 
