@@ -12,6 +12,7 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MES
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::accept::Listeners;
+use super::beside::{refuse_plain, start_ucx, start_verbs};
 use super::calls::Calls;
 use super::config::TcpConfig;
 use super::data::DataThread;
@@ -23,8 +24,7 @@ use super::socket;
 use super::ucx::Ucx;
 use super::verbs::Verbs;
 use crate::api::{
-    Capabilities, Event, GrantKey, Memory, MemoryKind, PathKind, PeerAddress, PostError, PostId, Transport,
-    TransportStats, Write,
+    Capabilities, Event, GrantKey, Memory, MemoryKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
 use crate::core::{Bug, Core, Counters, Post, Recall, SessionKey};
 use crate::credentials::Credentials;
@@ -574,47 +574,6 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         self.shutdown();
     }
-}
-
-/// Encrypted lanes are a promise that paths beside them break, unless the configuration says that they may.
-fn refuse_plain(config: &TcpConfig, credentials: &Credentials) -> Result<(), TransportError> {
-    let plain = config.paths.iter().find(|path| matches!(path, PathKind::Rdma | PathKind::Ucx));
-    match plain.filter(|_| credentials.is_tls() && !config.plain_payload) {
-        Some(path) => Err(TransportError::Plain { path: path.name() }),
-        None => Ok(()),
-    }
-}
-
-/// RDMA devices, if the configuration names them; else, or if there are none, why not.
-fn start_verbs(config: &TcpConfig) -> Result<Arc<Verbs>, String> {
-    if !config.paths.contains(&PathKind::Rdma) {
-        return Err("this side's configuration does not allow it".to_owned());
-    }
-    Verbs::open(&config.rdma).map(Arc::new).map_err(|error| {
-        let problem = with_cause(&error);
-        tracing::warn!(problem, "RDMA is allowed and cannot be used");
-        problem
-    })
-}
-
-/// An error and what is behind it, in one line.
-pub(super) fn with_cause(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error}: {}", with_cause(source)),
-        None => error.to_string(),
-    }
-}
-
-/// UCX, if the configuration names it; else, or if it is not there, why not.
-fn start_ucx(config: &TcpConfig) -> Result<Ucx, String> {
-    if !config.paths.contains(&PathKind::Ucx) {
-        return Err("this side's configuration does not allow it".to_owned());
-    }
-    Ucx::start(&config.ucx, config.frame_bytes).map_err(|error| {
-        let problem = with_cause(&error);
-        tracing::warn!(problem, "UCX is not used");
-        problem
-    })
 }
 
 fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), TransportError> {

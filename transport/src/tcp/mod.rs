@@ -9,6 +9,7 @@
 //! guards of grants and sources, each around one call that does not wait.
 
 mod accept;
+mod beside;
 mod calls;
 mod coming;
 mod config;

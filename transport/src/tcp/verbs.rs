@@ -19,7 +19,8 @@ use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{FrameHeader, FrameKind};
 use rustix::event::{PollFd, PollFlags};
 
-use super::endpoint::{Shared, with_cause};
+use super::beside::with_cause;
+use super::endpoint::Shared;
 use super::session::Session;
 use super::verbs_link::Link;
 use super::verbs_words::VerbsWord;

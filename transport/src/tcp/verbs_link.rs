@@ -12,7 +12,8 @@ use bytes::Bytes;
 use kvferry_protocol::pages::Extent;
 use kvferry_protocol::wire::{FrameHeader, FrameKind, Refusal, check_extents};
 
-use super::endpoint::{Command, Shared, with_cause};
+use super::beside::with_cause;
+use super::endpoint::{Command, Shared};
 use super::session::Session;
 use super::verbs::{Verbs, broken, refuse, say};
 use super::verbs_window::{PeerWindow, Unsent};
