@@ -46,6 +46,9 @@ impl Driver<'_> {
         let Coming { identity, choice, streams, are_unix, is_tls } = *coming;
         let session = Arc::clone(&control.session);
         let path = choice.report(are_unix);
+        if let Some(reason) = path.why_not_by_device() {
+            session.set_not_by_device(reason);
+        }
         self.open_ucx(&session, path.kind == PathKind::Ucx);
         shared.core.grants.open_session(session.key);
         let (peer, taken, not) = (session.peer.clone(), path.taken(), path.not_taken());

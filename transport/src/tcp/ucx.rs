@@ -24,7 +24,7 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, WireError};
 use super::endpoint::{Command, Shared};
 use super::session::Session;
 use crate::api::GrantKey;
-use crate::core::{Core, Counters, Inbound};
+use crate::core::{Carrier, Core, Counters, Inbound};
 use crate::error::TransportError;
 use crate::raw::copy;
 use crate::ucx::{LinkId, RemoteWindow, UcxConfig, UcxError, UcxEvent, UcxNode, UcxSink, Work};
@@ -185,15 +185,17 @@ impl UcxLane {
         let State { theirs: Some(theirs), next_post, flying, early } = &mut *state else { return Ok(()) };
         while let Some(&slot) = theirs.free.last() {
             let frame_bytes = self.slot_bytes.min(theirs.slot_bytes);
-            let Some(cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
+            let Some(mut cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
             let at = u64::from(slot) * theirs.slot_bytes;
             let (grant, sequence) = (cut.post.grant, cut.post.sequence);
             if early.iter().any(|word| (word.grant, word.sequence) == (grant.0, sequence)) {
                 continue; // refused: what is left of it is not sent
             }
             let note = [&[FRAME][..], &slot.to_le_bytes(), &cut.head].concat();
+            // A source in a device's memory is not posted in such a session.
+            let Some(runs) = cut.take_host_runs() else { continue };
             // A post that ended meanwhile has nothing to send.
-            let Some(work) = Work::of_runs(cut.post, cut.runs, Arc::clone(&theirs.window), at) else { continue };
+            let Some(work) = Work::of_runs(cut.post, runs, Arc::clone(&theirs.window), at) else { continue };
             *next_post += 1;
             self.node.post_work(self.link, *next_post, work, note.into()).map_err(|error| broken(&session, &error))?;
             theirs.free.pop();
@@ -277,7 +279,8 @@ impl UcxLane {
         let limit = || WireError::Limit { what: "the payload of a slot", found: bytes, limit: self.slot_bytes };
         let staged = staged.flatten().ok_or_else(limit)?;
         Counters::add(&core.counters.ucx_bytes, bytes);
-        let landed = Inbound::admit(core, session.key, header, table, Vec::new())?.and_then(|mut inbound| {
+        let admitted = Inbound::admit(core, session.key, header, table, Carrier::Processor, Vec::new())?;
+        let landed = admitted.and_then(|mut inbound| {
             while inbound.left() > 0 {
                 let from = staged.skip((bytes - inbound.left()) as usize);
                 inbound.place(|runs| {
