@@ -105,6 +105,7 @@ impl Inbound {
             Some(watch) if self.grant.bug.is(Planted::LookUnguarded) => {
                 let watch = Arc::clone(watch);
                 drop(placing);
+                self.grant.bug.dawdle();
                 look(&*watch);
             }
             Some(watch) => look(&**watch),
