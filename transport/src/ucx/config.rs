@@ -132,7 +132,7 @@ pub struct Setting {
     pub why: &'static str,
 }
 
-const DEFAULTS: [Setting; 2] = [
+const DEFAULTS: [Setting; 3] = [
     Setting {
         key: "TCP_TX_SEG_SIZE",
         value: std::borrow::Cow::Borrowed("256k"),
@@ -143,6 +143,12 @@ const DEFAULTS: [Setting; 2] = [
         key: "TCP_RX_SEG_SIZE",
         value: std::borrow::Cow::Borrowed("1m"),
         why: "the other half of UCX_TCP_TX_SEG_SIZE: a receiver must be able to take what a sender sends",
+    },
+    Setting {
+        key: "TCP_MAX_IOV",
+        value: std::borrow::Cow::Borrowed("18"),
+        why: "a load of scattered pages goes in one message without a copy: of 6, what is larger is cut, and put together again \
+              in a copy of the receiver's",
     },
 ];
 
@@ -169,8 +175,8 @@ mod tests {
         let names = |minor| -> Vec<_> {
             settings.iter().map(|setting| setting.name_in(Version { major: 1, minor, release: 0 })).collect()
         };
-        assert_eq!(names(16), ["TX_SEG_SIZE", "RX_SEG_SIZE", "IB_GID_INDEX"]);
-        assert_eq!(names(17), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "IB_GID_INDEX"]);
+        assert_eq!(names(16), ["TX_SEG_SIZE", "RX_SEG_SIZE", "MAX_IOV", "IB_GID_INDEX"]);
+        assert_eq!(names(17), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "TCP_MAX_IOV", "IB_GID_INDEX"]);
     }
 
     #[test]
@@ -178,7 +184,7 @@ mod tests {
         let config = UcxConfig::unchecked(UcxConfigFile { gid_index: Some(0), ..UcxConfigFile::default() });
         let keys =
             |is_set: &dyn Fn(&str) -> bool| -> Vec<_> { config.settings(is_set).iter().map(|s| s.key).collect() };
-        assert_eq!(keys(&|_| false), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "IB_GID_INDEX"]);
-        assert_eq!(keys(&|key| key == "TCP_RX_SEG_SIZE"), ["TCP_TX_SEG_SIZE", "IB_GID_INDEX"]);
+        assert_eq!(keys(&|_| false), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "TCP_MAX_IOV", "IB_GID_INDEX"]);
+        assert_eq!(keys(&|key| key == "TCP_RX_SEG_SIZE"), ["TCP_TX_SEG_SIZE", "TCP_MAX_IOV", "IB_GID_INDEX"]);
     }
 }

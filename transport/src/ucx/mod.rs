@@ -39,4 +39,4 @@ pub use node::{LinkId, UcxNode};
 pub use survey::{UcxFacts, survey};
 pub use ucx_sys::{LIBRARY_VARIABLE as UCX_LIBRARY_VARIABLE, LoadError as UcxLoadError};
 pub use window::RemoteWindow;
-pub(crate) use work::Work;
+pub(crate) use work::{Cargo, Load, Work};
