@@ -107,13 +107,14 @@ fn start(role: &str, path: &str, incarnation: u64, survivor: SocketAddr) -> Doom
         .args(["--exact", "child", "--ignored", "--nocapture"])
         .env(ROLE, format!("{role} {path} {incarnation} {survivor}"))
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        // What it says if it does not come up; once it is killed it says nothing.
+        .stderr(Stdio::inherit())
         .spawn()
         .unwrap();
     let stdout = child.stdout.take().unwrap();
     let child = Doomed(child);
     let is_up = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.ends_with("up"));
-    assert!(is_up, "the child did not come up");
+    assert!(is_up, "round {incarnation}: the child did not come up");
     child
 }
 

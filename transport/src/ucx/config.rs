@@ -23,7 +23,8 @@ pub struct UcxConfigFile {
     pub stall_ms: u64,
     /// How long a cancelled put and a closed endpoint may take to end before the worker is destroyed under them.
     pub drain_ms: u64,
-    /// Whether puts may go where UCX emulates them (tcp, ud). See [`UcxError::NoTransport`] for why they do not by default.
+    /// Whether links may go where UCX would emulate puts, too (tcp, ud). Sessions put nothing there, they send loads; but whoever can
+    /// reach such a link's port can make UCX write, and end, this process: see [`UcxError::NoTransport`].
     pub emulated_puts: bool,
     /// The most posts of one link at once.
     pub max_posts: u32,
@@ -136,8 +137,8 @@ const DEFAULTS: [Setting; 3] = [
     Setting {
         key: "TCP_TX_SEG_SIZE",
         value: std::borrow::Cow::Borrowed("256k"),
-        why: "before UCX 1.22 a put over tcp goes in messages of this size, each acknowledged: with the default of 8k it is 5 to \
-              70 times slower",
+        why: "before UCX 1.22 what goes over tcp is cut into messages of this size, puts acknowledge each: with the default of 8k they \
+              are 5 to 70 times slower",
     },
     Setting {
         key: "TCP_RX_SEG_SIZE",
