@@ -3,6 +3,7 @@
 mod cache;
 mod guards;
 mod raw;
+mod shape;
 mod view;
 
 #[cfg(test)]
@@ -11,5 +12,6 @@ mod tests;
 pub use cache::{HostKvCache, Placement};
 pub use guards::{GuardMode, PageGuards};
 pub use raw::HostRegion;
+pub(crate) use shape::CacheShape;
 pub use view::KvCacheView;
 pub(crate) use view::{PlanePages, end_of_plane};
