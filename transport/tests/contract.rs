@@ -96,8 +96,9 @@ mod ucx {
 
     use super::*;
 
+    /// An emulated device, too, on which it takes seconds to connect.
     fn emulated() -> UcxConfigFile {
-        UcxConfigFile { emulated_puts: true, ..UcxConfigFile::default() }
+        UcxConfigFile { emulated_puts: true, connect_ms: 25_000, ..UcxConfigFile::default() }
     }
 
     fn ucx(peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {

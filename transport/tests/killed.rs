@@ -37,7 +37,7 @@ fn node(name: &str, incarnation: u64, path: &str) -> Node {
     };
     // An emulated device and its processors are slow.
     let stall_ms = if is_slow(path) { 20_000 } else { 2_000 };
-    let ucx = UcxConfigFile { emulated_puts: true, ..UcxConfigFile::default() };
+    let ucx = UcxConfigFile { emulated_puts: true, connect_ms: 25_000, ..UcxConfigFile::default() };
     let file = TcpConfigFile { paths, keepalive_ms: 200, stall_ms, ucx, ..rdma_config() };
     let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
         Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())

@@ -202,11 +202,13 @@ impl Drop for Mapped {
     }
 }
 
+/// Takes a load, inside of `progress`: it calls nothing of UCX.
+pub(super) type TakeLoad = Box<dyn Fn(&[u8])>;
+
 /// Active messages that came to a worker.
 pub(super) struct Inbox {
     token: Token,
-    /// Takes loads, inside of `progress`: it calls nothing of UCX.
-    take_load: Box<dyn Fn(&[u8])>,
+    take_load: TakeLoad,
     loads: Cell<u64>,
     is_shut: Cell<bool>,
     messages: RefCell<VecDeque<(u8, Bytes)>>,
@@ -215,7 +217,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    fn new(token: Token, take_load: Box<dyn Fn(&[u8])>) -> Self {
+    fn new(token: Token, take_load: TakeLoad) -> Self {
         let (loads, is_shut, messages, strangers, problem) = Default::default();
         Self { token, take_load, loads, is_shut, messages, strangers, problem }
     }
@@ -282,11 +284,7 @@ pub(super) struct Worker {
 
 impl Worker {
     /// Makes a worker whose active messages must carry `token`; `take_load` is called inside of [`Worker::progress`].
-    pub(super) fn new(
-        context: &Rc<Context>,
-        token: Token,
-        take_load: Box<dyn Fn(&[u8])>,
-    ) -> Result<Rc<Self>, UcxError> {
+    pub(super) fn new(context: &Rc<Context>, token: Token, take_load: TakeLoad) -> Result<Rc<Self>, UcxError> {
         let library = context.library;
         // SAFETY: all fields are integers or may be null; the mask says which are read.
         let mut params: sys::ucp_worker_params_t = unsafe { std::mem::zeroed() };

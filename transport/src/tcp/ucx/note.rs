@@ -111,7 +111,7 @@ mod tests {
         };
         let head = [&header.encode(VERSION)[..], table].concat();
         let note = frame(7, &head, false);
-        let want = Note::Frame { slot: 7, header: header.clone(), table, payload: Payload::InSlot };
+        let want = Note::Frame { slot: 7, header, table, payload: Payload::InSlot };
         assert_eq!(Note::decode(&note, VERSION).unwrap(), want);
         let load = [&frame(0, &head, true)[..], b"bytes"].concat();
         let want = Note::Frame { slot: 0, header, table, payload: Payload::Here(b"bytes") };
