@@ -8,7 +8,7 @@
 
 use std::ptr::NonNull;
 
-use crate::api::Memory;
+use crate::api::{Memory, MemoryKind};
 
 /// A contiguous piece of memory, laid out as `struct iovec`.
 #[derive(Clone, Copy)]
@@ -61,7 +61,7 @@ impl RawRun {
     }
 }
 
-/// Registered memory.
+/// Registered memory of the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
     address: NonNull<u8>,
@@ -74,9 +74,12 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Takes over what the caller of `Transport::register` promised.
-    pub(crate) fn new(memory: &Memory) -> Self {
-        Self { address: memory.address, bytes: memory.bytes as u64 }
+    /// Takes over what the caller of `Transport::register` promised. `None` if it is memory of a device: nothing here may touch that.
+    pub(crate) fn of(memory: &Memory) -> Option<Self> {
+        match memory.kind {
+            MemoryKind::Host => Some(Self { address: memory.address, bytes: memory.bytes as u64 }),
+            MemoryKind::Device(_) => None,
+        }
     }
 
     pub(crate) fn bytes(self) -> u64 {

@@ -8,8 +8,8 @@ use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing as held_back;
 use kvferry_transport::testing::{Arena, peer};
 use kvferry_transport::{
-    Credentials, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Memory, MemoryKind, PathKind, Tcp, TcpConfig,
-    TcpConfigFile, Transport,
+    Credentials, DeviceAccess, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Memory, MemoryKind, PathKind,
+    Tcp, TcpConfig, TcpConfigFile, Transport,
 };
 
 /// Events that an endpoint keeps before it reads no more: few for the one called `b`.
@@ -45,7 +45,7 @@ fn memory_of_a_device_is_refused_where_it_is_registered() {
     for transport in
         [Box::new(loopback) as Box<dyn Transport>, tcp(TcpConfigFile::default(), peer("a", 1), Bytes::new())]
     {
-        let memory = Memory { kind: MemoryKind::Device, ..memory.memory() };
+        let memory = Memory { kind: MemoryKind::Device(DeviceAccess::default()), ..memory.memory() };
         #[expect(unsafe_code, reason = "registering is the caller's promise")]
         // SAFETY: the memory outlives the transport, and is refused.
         let refused = unsafe { transport.register(memory) }.unwrap_err().to_string();

@@ -88,6 +88,9 @@ impl Driver<'_> {
         let Coming { identity, choice, streams, are_unix, is_tls } = *coming;
         let session = Arc::clone(&control.session);
         let path = choice.report(are_unix);
+        if let Some(reason) = path.why_not_by_device() {
+            session.set_not_by_device(reason);
+        }
         shared.core.grants.open_session(session.key);
         let (peer, taken, not) = (session.peer.clone(), path.taken(), path.not_taken());
         let in_place = session.is_in_place;

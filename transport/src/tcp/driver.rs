@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_protocol::PeerId;
+use kvferry_protocol::wire::{FrameHeader, FrameKind};
 
 use super::accept::{Accepting, Listeners};
 use super::calls::Bell;
@@ -204,6 +205,15 @@ impl Driver<'_> {
             }
             Command::Proved { session, outcome } => self.proved(session, outcome),
             Command::Linked { session, outcome } => self.linked(session, outcome),
+            Command::GiveUp { session, grant, sequence, reason } => {
+                let Some(control) = self.live.get(&session) else { return };
+                if control.session.outbox.give_up(grant, sequence, reason) {
+                    let header = FrameHeader::about(FrameKind::Cancel, None, grant.0, sequence);
+                    // There are no more of these than posts.
+                    let _ = control.session.queue_control(header, &[], usize::MAX);
+                    self.serve(session);
+                }
+            }
             Command::Broken { session, reason } => {
                 let word = reason.to_string();
                 self.end_session(session, reason, Some(&word));
@@ -341,6 +351,7 @@ impl Driver<'_> {
             link_bytes_per_second: shared.config.link_bytes_per_second,
             is_in_place: pending.choice.in_place && sharing.is_some(),
             sharing,
+            knows_device_memory: pending.choice.device_memory,
             rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
             control_socket: (!control.is_tls()).then(|| Arc::clone(control.socket())),

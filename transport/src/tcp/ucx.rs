@@ -30,7 +30,7 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, WireError};
 use super::endpoint::{Command, Shared};
 use super::session::Session;
 use crate::api::GrantKey;
-use crate::core::{Core, Counters, Inbound};
+use crate::core::{Carrier, Core, Counters, Inbound};
 use crate::error::TransportError;
 use crate::raw::{RawRun, copy};
 use crate::ucx::{Cargo, LinkId, Load, RemoteWindow, UcxConfig, UcxError, UcxEvent, UcxNode, UcxSink, Work};
@@ -200,18 +200,18 @@ impl UcxLane {
         while let Some(&slot) = theirs.free.last() {
             let is_native = self.is_native.load(Ordering::SeqCst);
             let frame_bytes = self.slot_bytes.min(theirs.slot_bytes).min(if is_native { u64::MAX } else { LOAD_BYTES });
-            let Some(cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
+            let Some(mut cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
             let at = u64::from(slot) * theirs.slot_bytes;
             let (grant, sequence) = (cut.post.grant, cut.post.sequence);
             if early.iter().any(|word| (word.grant, word.sequence) == (grant.0, sequence)) {
                 continue; // refused: what is left of it is not sent
             }
             let note = note::frame(slot, &cut.head, !is_native);
+            // A source in a device's memory is not posted in such a session.
+            let Some(runs) = cut.take_host_runs() else { continue };
             let cargo = match is_native {
-                true => {
-                    Work::of_runs(cut.post, cut.runs, Arc::clone(&theirs.window), at).map(Box::new).map(Cargo::Puts)
-                }
-                false => Load::new(cut.post, cut.runs).map(Box::new).map(Cargo::Load),
+                true => Work::of_runs(cut.post, runs, Arc::clone(&theirs.window), at).map(Box::new).map(Cargo::Puts),
+                false => Load::new(cut.post, runs).map(Box::new).map(Cargo::Load),
             };
             // A post that ended meanwhile has nothing to send.
             let Some(cargo) = cargo else { continue };
@@ -309,7 +309,8 @@ impl UcxLane {
         header.check_table(table)?;
         let bytes = u64::from(header.payload_bytes);
         Counters::add(&core.counters.ucx_bytes, bytes);
-        let landed = Inbound::admit(core, session.key, header, table, Vec::new())?.and_then(|mut inbound| {
+        let admitted = Inbound::admit(core, session.key, header, table, Carrier::Processor, Vec::new())?;
+        let landed = admitted.and_then(|mut inbound| {
             while inbound.left() > 0 {
                 let from = staged.skip((bytes - inbound.left()) as usize);
                 inbound.place(|runs| {

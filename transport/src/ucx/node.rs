@@ -132,16 +132,17 @@ impl UcxNode {
         let _one_by_one = lock(&self.shared.registering);
         let refuse = |problem: &str| UcxError::Memory { bytes: memory.bytes, problem: problem.to_owned() };
         // All that the table of regions refuses, before UCX pins anything.
-        if memory.kind != MemoryKind::Host {
+        let Some(region) = Region::of(&memory) else {
             // What UCX could put says nothing about who else touches it: slots, from which a receiver copies, are host memory.
             let kinds = self.facts.memory_kinds.join(", ");
-            return Err(refuse(&format!("kvferry gives UCX host memory only, though it says that it can put {kinds}")));
-        }
+            return Err(refuse(&format!(
+                "kvferry gives UCX host memory only (a receiver copies out of slots in it), though UCX says that it can put {kinds}"
+            )));
+        };
         if self.shared.keys.read().unwrap_or_else(PoisonError::into_inner).len() >= MAX_REGIONS {
             return Err(refuse("there are too many regions; register larger ones"));
         }
-        let run =
-            (memory.bytes <= isize::MAX as usize).then(|| Region::new(&memory).run(0, memory.bytes as u64)).flatten();
+        let run = (memory.bytes <= isize::MAX as usize).then(|| region.run(0, memory.bytes as u64)).flatten();
         let run = run.filter(|run| run.bytes() > 0).ok_or_else(|| refuse("a region has 1 to isize::MAX bytes"))?;
         let key = self.ask(|reply| Command::Register { memory: run, reply })??;
         let region = self.shared.regions.add(memory).map_err(UcxError::Write)?;
