@@ -109,6 +109,20 @@ pub(crate) fn copy(from: RawRun, to: RawRun) {
     unsafe { std::ptr::copy(from.start(), to.start(), bytes) }
 }
 
+/// The bytes of all runs, one after the other.
+pub(crate) fn gather(runs: &[RawRun]) -> Vec<u8> {
+    let mut gathered = Vec::with_capacity(runs.iter().map(|run| run.bytes()).sum());
+    for run in runs {
+        let at = gathered.len();
+        let room =
+            RawRun(libc::iovec { iov_base: gathered.spare_capacity_mut().as_mut_ptr().cast(), iov_len: run.bytes() });
+        copy(*run, room);
+        // SAFETY: the capacity holds all runs, and these bytes were just written.
+        unsafe { gathered.set_len(at + run.bytes()) }
+    }
+    gathered
+}
+
 /// Flips the bits of `mask` in byte `at` of a run; nothing if there is no such byte.
 pub(crate) fn flip(run: RawRun, at: usize, mask: u8) {
     if at < run.bytes() {

@@ -204,6 +204,7 @@ impl Driver<'_> {
                 }
             }
             Command::Proved { session, outcome } => self.proved(session, outcome),
+            Command::Linked { session, outcome } => self.linked(session, outcome),
             Command::GiveUp { session, grant, sequence, reason } => {
                 let Some(control) = self.live.get(&session) else { return };
                 if control.session.outbox.give_up(grant, sequence, reason) {
@@ -370,24 +371,7 @@ impl Driver<'_> {
                 rdma.join(&session);
                 self.serve(key);
             }
-            None => self.begin(key),
-        }
-    }
-
-    /// Begins to make a session's link over UCX, if it was chosen: tells the peer how to reach it.
-    pub(super) fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
-        let Some(ucx) = self.shared.ucx.as_ref().filter(|_| is_chosen) else { return };
-        match ucx.open(session) {
-            Ok((lane, body)) => {
-                // The session is new: nobody else gives it one, and its control lane is empty.
-                let _ = session.ucx.set(lane);
-                let header = FrameHeader::with_body(FrameKind::Card, &body);
-                let _ = session.queue_control(header, &body, usize::MAX);
-            }
-            Err(error) => {
-                tracing::warn!(peer = session.name, %error, "no UCX: payload goes over TCP lanes");
-                let _ = session.queue_control(FrameHeader::empty(FrameKind::Card), &[], usize::MAX);
-            }
+            None => self.link(key),
         }
     }
 

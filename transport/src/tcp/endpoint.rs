@@ -98,6 +98,11 @@ pub(crate) enum Command {
         session: SessionKey,
         outcome: Result<(), String>,
     },
+    /// Whether a session's link over UCX is ready, or why there is none.
+    Linked {
+        session: SessionKey,
+        outcome: Result<(), String>,
+    },
 }
 
 impl Tcp {

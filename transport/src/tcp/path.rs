@@ -224,6 +224,12 @@ impl Choice {
         self.not.push((PathKind::Rdma, reason));
     }
 
+    /// Takes the next way: a link over UCX was tried, and cannot be made.
+    pub(crate) fn without_ucx(&mut self, reason: String) {
+        self.by_ucx = false;
+        self.not.push((PathKind::Ucx, reason));
+    }
+
     /// What was taken, once the lanes are there.
     pub(crate) fn report(&self, lanes_are_unix: bool) -> PathReport {
         let mut not = self.not.clone();
