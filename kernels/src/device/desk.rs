@@ -193,8 +193,10 @@ impl RowDesk {
         let start = room.host.region().as_ptr();
         device.host_writes(start, brought);
         for (part, &offset) in parts.iter().zip(&starts) {
-            // SAFETY: inside the room, which the device is through with, as was waited for.
-            unsafe { start.add(offset).copy_from_nonoverlapping(NonNull::from(*part).cast(), part.len()) };
+            // SAFETY: inside the room.
+            let to = unsafe { start.add(offset) };
+            // SAFETY: as above; the device is through with it, as was waited for, and the part is other memory.
+            unsafe { to.copy_from_nonoverlapping(NonNull::from(*part).cast(), part.len()) };
         }
         if brought > 0 {
             let to = CopyEnd::Device(room.device.ptr());
