@@ -41,6 +41,9 @@ pub(crate) enum Command {
     /// Starts UCX and prints what it offers as JSON, in a process that it may take down with it.
     #[command(name = "survey-ucx", hide = true)]
     SurveyUcx,
+    /// Asks RDMA cards what they register, in a process that a driver may take down.
+    #[command(name = "survey-rdma", hide = true)]
+    SurveyRdma,
     /// Reads known bytes of another process.
     #[command(name = "try-memory", hide = true)]
     TryMemory {

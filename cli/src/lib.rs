@@ -29,6 +29,7 @@ pub fn run() -> ExitCode {
         Command::Plan(options) => plan::run(&options),
         Command::TryLibrary { name } => doctor::try_library(&name),
         Command::SurveyUcx => doctor::survey_ucx(),
+        Command::SurveyRdma => doctor::survey_rdma(),
         Command::TryMemory { pid, address } => doctor::try_memory(pid, address),
     };
     match outcome {

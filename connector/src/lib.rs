@@ -6,6 +6,8 @@
 
 pub mod config;
 pub mod contract;
+#[cfg(feature = "device-memory")]
+mod device_memory;
 mod error;
 pub mod events;
 mod keys;
@@ -18,6 +20,8 @@ pub mod sizing;
 pub mod tier;
 pub mod trace;
 
+#[cfg(feature = "device-memory")]
+pub use device_memory::device_memory;
 pub use error::ConnectorError;
 pub use open::open_transport;
 pub use raw::RawKvCache;

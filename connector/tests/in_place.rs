@@ -12,13 +12,13 @@ use kvferry::open_transport;
 use kvferry_kernels::{
     AttentionBatch, AttentionOptions, AttentionSequence, HostKvCache, HostRegion, Threads, paged_attention,
 };
-use kvferry_protocol::digest::Digest;
+use kvferry_protocol::digest::{Digest, run_hash};
 use kvferry_protocol::layout::WindowShape;
-use kvferry_protocol::message::{Message, Wrote};
+use kvferry_protocol::message::{Abort, Grant, Message, Reason, Verdict, Wrote};
 use kvferry_protocol::pages::{Extent, Pages, Piece};
 use kvferry_protocol::transfer::Rect;
 use kvferry_protocol::wire::ClusterKey;
-use kvferry_protocol::{BlockId, PeerId, RegionId, codec};
+use kvferry_protocol::{BlockId, LayerId, PeerId, RegionId, codec};
 use kvferry_transport::testing::{Proxy, ProxyPlan};
 use kvferry_transport::{
     Event, GrantKey, Memory, MemoryFile, MemoryKind, PeerAddress, Source, Tcp, TcpConfig, TcpConfigFile, Transport,
@@ -332,7 +332,7 @@ impl Liar {
     }
 
     /// The peer that grants, its grant's window, and where what it asks for goes.
-    fn wait_grant(&self) -> (PeerId, GrantKey, WindowShape, kvferry_protocol::message::Grant) {
+    fn wait_grant(&self) -> (PeerId, GrantKey, WindowShape, Grant) {
         let (deadline, mut events) = (Instant::now() + PATIENCE, Vec::new());
         loop {
             self.transport.poll(&mut events, Duration::from_millis(10));
@@ -348,6 +348,28 @@ impl Liar {
             assert!(Instant::now() < deadline);
         }
     }
+
+    /// Lends all that a grant asks for, and says that it has a digest.
+    fn lend(&self, peer: &PeerId, key: GrantKey, shape: &WindowShape, grant: &Grant, digest: Digest) {
+        let (transfer, generation) = (grant.transfer, grant.generation);
+        let rect = grant.missing.as_slice()[0];
+        let wrote = Wrote { transfer, generation, sequence: 0, rect, digest };
+        let pieces = vec![Piece { region: RegionId::new(0), offset: 0, loops: vec![], run_bytes: shape.bytes() }];
+        let source = Source::Pages(vec![Pages { bases: vec![0], pieces }]);
+        let notification = codec::encode_wrote(*codec::VERSIONS.end(), &wrote).unwrap().into();
+        let extents = vec![Extent::contiguous(0, shape.bytes())];
+        self.transport.post(peer, Write { grant: key, sequence: 0, extents, source, notification }).unwrap();
+    }
+
+    /// Until the memory is the sender's again.
+    fn wait_back(&self) {
+        let (deadline, mut events, mut ended) = (Instant::now() + PATIENCE, Vec::new(), false);
+        while !ended {
+            self.transport.poll(&mut events, Duration::from_millis(10));
+            ended |= events.drain(..).any(|event| matches!(event, Event::Posted { .. }));
+            assert!(Instant::now() < deadline);
+        }
+    }
 }
 
 #[test]
@@ -359,24 +381,57 @@ fn bytes_that_are_not_what_their_sender_said_are_found_where_they_lie() {
     start_load(&mut decode, &request, &blocks, 0);
     let (peer, key, shape, grant) = liar.wait_grant();
     assert!(liar.transport.is_in_place(&peer, key));
-    let rect = Rect::new(0..8, 0..LAYERS).unwrap();
-    let (transfer, generation) = (grant.transfer, grant.generation);
-    let wrote = Wrote { transfer, generation, sequence: 0, rect, digest: Digest::ZERO };
-    let pieces = vec![Piece { region: RegionId::new(0), offset: 0, loops: vec![], run_bytes: shape.bytes() }];
-    let source = Source::Pages(vec![Pages { bases: vec![0], pieces }]);
-    let notification = codec::encode_wrote(*codec::VERSIONS.end(), &wrote).unwrap().into();
-    let extents = vec![Extent::contiguous(0, shape.bytes())];
-    liar.transport.post(&peer, Write { grant: key, sequence: 0, extents, source, notification }).unwrap();
+    liar.lend(&peer, key, &shape, &grant, Digest::ZERO);
     let applied = decode.idle_until("the failure", |applied| !applied.failed.is_empty());
     assert_eq!(applied.failed[0].good_tokens, 0);
     assert_eq!(decode.metrics.snapshot().digest_mismatches_total, 1);
     assert!(!decode.cache.is_aliased(0, blocks[0]));
     (0..LAYERS).for_each(|layer| decode.store(layer, &blocks, 0..8));
-    // The sender gets it back.
-    let (deadline, mut events, mut ended) = (Instant::now() + PATIENCE, Vec::new(), false);
-    while !ended {
-        liar.transport.poll(&mut events, Duration::from_millis(10));
-        ended |= events.drain(..).any(|event| matches!(event, Event::Posted { .. }));
-        assert!(Instant::now() < deadline);
+    liar.wait_back();
+}
+
+/// All of it is lent and right, but the end of its transfer is decided while it is looked at.
+#[test]
+fn what_is_found_right_after_its_end_was_decided_is_not_taken_for_loaded() {
+    let liar = Liar::new();
+    let mut decode = Engine::new(&setup(Setup::decode()), &opened);
+    let blocks = decode.blocks(3, LONG);
+    let (mut loaded, mut failed) = (0, 0);
+    for number in 1..=100 {
+        let request = fetch(&format!("d{number}"), number, LONG, liar.transport.local_address());
+        start_load(&mut decode, &request, &blocks, 0);
+        let (peer, key, shape, grant) = liar.wait_grant();
+        liar.lend(&peer, key, &shape, &grant, zeros());
+        let abort = Abort { transfer: grant.transfer, why: Verdict::failed(Reason::Engine, "it gives up") };
+        let abort = codec::encode(*codec::VERSIONS.end(), &Message::Abort(abort)).unwrap();
+        liar.transport.send(&peer, abort.into()).unwrap();
+        let applied = decode.idle_until("the end", |applied| !applied.failed.is_empty() || !applied.loaded.is_empty());
+        let aliased = (0..LAYERS).all(|layer| decode.cache.is_aliased(layer, blocks[0]));
+        match &applied.failed[..] {
+            [] => assert!(aliased, "nobody reads it where it lies"),
+            [failure] => assert_eq!((failure.good_tokens, aliased), (0, false)),
+            more => panic!("{more:?}"),
+        }
+        loaded += applied.loaded.len();
+        failed += applied.failed.len();
+        let _ = decode.finish(&request, &blocks, EngineFinish::Complete);
+        decode.idle_step();
+        assert!(!decode.cache.is_aliased(0, blocks[0]));
+        liar.wait_back();
     }
+    eprintln!("{loaded} were loaded, {failed} failed");
+    assert!(failed > 0, "the end came too late each time");
+}
+
+const LONG: u32 = 160;
+
+/// The digest of as many tokens of zeros.
+fn zeros() -> Digest {
+    let mut digest = Digest::ZERO;
+    for (layer, plane) in (0..LAYERS).flat_map(|layer| [(layer, 0), (layer, 1)]) {
+        for (head, token) in (0..HEADS).flat_map(|head| (0..LONG).map(move |token| (head, token))) {
+            digest.add_run(run_hash(LayerId::new(layer), plane, head, token, &[0; 4 * DIM]));
+        }
+    }
+    digest
 }

@@ -320,24 +320,30 @@ fn what_does_not_fit_together_is_refused_with_what_to_set() {
 
 #[test]
 fn a_wrong_number_of_readers_is_refused_on_both_sides_with_what_to_set() {
-    for (from, to, said, want) in [
+    let cases = [
         (1, 2, 1, "`\"tp_size\": 2` in vLLM's kv_transfer_params, `readers` in Rust"),
         (2, 1, 2, "`\"tp_size\": 1` in vLLM's kv_transfer_params, `readers` in Rust"),
         (2, 2, 3, "4 KV heads do not spread evenly over 3 ranks"),
-    ] {
+    ];
+    for ((from, to, said, want), asked_first) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
         let network = LoopbackNetwork::new();
         let make = loopback(&network, FaultPlan::NONE);
-        let extra = SHORT;
-        let prefill = Setup { extra, ..Setup::prefill() };
-        let (mut prefill, mut decode) = groups((&prefill, from), (&Setup { extra, ..Setup::decode() }, to), &make);
+        let (send, load) = (Setup { extra: SHORT, ..Setup::prefill() }, Setup { extra: SHORT, ..Setup::decode() });
+        let (mut prefill, mut decode) = groups((&send, from), (&load, to), &make);
         let request = fetch("d", 1, 20, prefill.addresses());
         let blocks = decode.blocks(0, 20);
-        decode.start_load(&request, &blocks, 0);
-        let peer = prefill.question();
-        let (source, source_blocks) = accept(&mut prefill, said, 20, Some(peer));
+        if asked_first {
+            decode.start_load(&request, &blocks, 0);
+            prefill.question();
+        }
+        let reader = group::config(&load, 0, to).peer().clone();
+        let (source, source_blocks) = accept(&mut prefill, said, 20, Some(reader));
         prefill.prefill_step(&source, &source_blocks, 0..20);
+        if !asked_first {
+            decode.start_load(&request, &blocks, 0);
+        }
         let failure = failure(&mut decode);
-        assert!(failure.reason.contains(want), "{from} to {to}, {said}: {}", failure.reason);
+        assert!(failure.reason.contains(want), "{from} to {to}, {said}, {asked_first}: {}", failure.reason);
         prefill.idle_until("the end", |applied| applied.unwanted.len() == 1);
         wait_until_free(&mut prefill, &mut decode);
         decode.pages_are_free(&blocks);

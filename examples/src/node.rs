@@ -11,8 +11,8 @@ use sha2::{Digest, Sha256};
 
 use crate::cli::Bar;
 use crate::engine::{
-    CacheConfig, EngineHandle, EngineService, NoConnector, Publish, Runner, RunnerError, Sampling, Scheduler,
-    SchedulerConfig, ServiceError, Submission, Update,
+    CacheConfig, DeviceKind, EngineHandle, EngineService, NoConnector, Publish, Runner, RunnerError, Sampling,
+    Scheduler, SchedulerConfig, ServiceError, Submission, Update,
 };
 use crate::model::{Model, ModelError, Tokenizer};
 
@@ -47,6 +47,8 @@ pub struct NodeConfig {
     pub tokens_per_block: u32,
     /// Tensor-parallel ranks.
     pub tp_size: u16,
+    /// Where KV lies and attention is computed.
+    pub device: DeviceKind,
     /// The most prompt tokens in one step.
     pub chunk_tokens: usize,
     /// The most requests that are computed at the same time.
@@ -66,8 +68,8 @@ impl NodeConfig {
     /// The shape of the runner's cache.
     #[must_use]
     pub const fn cache(&self) -> CacheConfig {
-        let Self { order, dtype, blocks, tokens_per_block, tp_size, in_place: shareable, .. } = *self;
-        CacheConfig { order, dtype, blocks, tokens_per_block, tp_size, shareable }
+        let Self { order, dtype, blocks, tokens_per_block, tp_size, in_place: shareable, device, .. } = *self;
+        CacheConfig { order, dtype, blocks, tokens_per_block, tp_size, shareable, device }
     }
 
     /// How the scheduler fills its steps for a model.

@@ -102,11 +102,11 @@ impl PdNode {
         let mut workers = Vec::new();
         let mut metrics = Vec::new();
         for (number, rank) in (0..).zip(runner.ranks()) {
-            let (config, shard, cache) = (rank_config(number)?, rank.shard(), rank.cache().clone());
+            let (config, shard, cache) = (rank_config(number)?, rank.shard(), rank.cache());
             let transport = open_transport(&config, greeting(&config, &manifest, shard, cache.layout())?)?;
             metrics.push(Arc::new(Metrics::new()));
             let (manifest, metrics) = (manifest.clone(), Arc::clone(&metrics[usize::from(number)]));
-            let parts = PdWorkerParts { config, manifest, shard, cache: cache.into(), metrics };
+            let parts = PdWorkerParts { config, manifest, shard, cache, metrics };
             let tracer = if node.tp_size == 1 { tracer.clone() } else { tracer.labelled(&format!("rank {number}")) };
             workers.push(PdWorker::start_traced(parts, transport, tracer)?);
         }

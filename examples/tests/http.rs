@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvferry::config::LoadFailurePolicy;
 use kvferry::metrics::Metrics;
-use kvferry_examples::engine::EngineService;
+use kvferry_examples::engine::{DeviceKind, EngineService};
 use kvferry_examples::http::{Frontend, LocalRouter, router};
 use kvferry_examples::model::Model;
 use kvferry_examples::node::{LoadedModel, NodeConfig};
@@ -27,6 +27,7 @@ fn serve() -> Server {
         blocks: 32,
         tokens_per_block: 16,
         tp_size: 1,
+        device: DeviceKind::Cpu,
         chunk_tokens: 64,
         max_running: 4,
         on_load_failure: LoadFailurePolicy::Recompute,

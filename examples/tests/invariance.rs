@@ -2,7 +2,8 @@
 //! block size and the layout. This is what makes a comparison of two engines fair.
 
 use kvferry::config::LoadFailurePolicy;
-use kvferry_examples::engine::{EngineService, FinishReason, NoConnector, Runner, Scheduler, Submission};
+use kvferry::pd::KvCache;
+use kvferry_examples::engine::{DeviceKind, EngineService, FinishReason, NoConnector, Runner, Scheduler, Submission};
 use kvferry_examples::model::{ByteTokenizer, Model};
 use kvferry_examples::node::{Generation, LoadedModel, NodeConfig, generate};
 use kvferry_protocol::BlockId;
@@ -27,6 +28,7 @@ fn config(order: &str, dtype: &str, tokens_per_block: u32, chunk_tokens: usize) 
         blocks: 1200 / tokens_per_block,
         tokens_per_block,
         tp_size: 1,
+        device: DeviceKind::Cpu,
         chunk_tokens,
         max_running: 8,
         on_load_failure: LoadFailurePolicy::Fail,
@@ -143,7 +145,7 @@ async fn a_step_that_cannot_be_computed_fails_its_requests_and_the_engine_goes_o
     let model = embedded();
     let config = config("BLPNHC", "f16", 16, 64);
     let runner = Runner::new(model.model.clone(), config.cache()).unwrap();
-    let cache = runner.ranks()[0].cache().clone();
+    let KvCache::Host(cache) = runner.ranks()[0].cache() else { panic!("it is on the host") };
     let scheduler = Scheduler::new(config.scheduler(&model.model), NoConnector).unwrap();
     let engine = EngineService::start(scheduler, runner, vec![NoConnector]).unwrap();
     let all: Vec<_> = (0..config.blocks).map(BlockId::new).collect();

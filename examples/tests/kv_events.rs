@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use kvferry::config::LoadFailurePolicy;
 use kvferry::events::{BlockName, Dialect, EventBatch, EventLog, KvEvent};
 use kvferry::pool::PrefixKind;
-use kvferry_examples::engine::EngineService;
+use kvferry_examples::engine::{DeviceKind, EngineService};
 use kvferry_examples::model::Model;
 use kvferry_examples::node::{LoadedModel, NodeConfig, generate};
 
@@ -20,6 +20,7 @@ fn config(prefix: PrefixKind, blocks: u32) -> NodeConfig {
         blocks,
         tokens_per_block: BLOCK as u32,
         tp_size: 1,
+        device: DeviceKind::Cpu,
         chunk_tokens: 16,
         max_running: 2,
         on_load_failure: LoadFailurePolicy::Fail,

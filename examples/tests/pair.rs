@@ -38,6 +38,34 @@ async fn the_embedded_model_answers_alike_in_both_orders_and_across_layouts() {
     }
 }
 
+/// Both nodes and the single process keep their KV on simulated devices, each in an order of events of its own.
+#[tokio::test]
+async fn kernels_on_a_device_answer_alike_in_both_orders_and_across_layouts() {
+    for (name, args) in [
+        ("defaults", "--max-tokens 3"),
+        (
+            "other layouts and blocks, prefill first",
+            "--max-tokens 3 --order prefill-first --concurrency 3 --kv-dtype bf16 --chunk 24 --prefill-layout LPBNHC \
+             --decode-layout BHLPNC --decode-block 7",
+        ),
+        ("ranks", "--max-tokens 3 --prefill-tp 2 --decode-tp 1 --concurrency 3"),
+    ] {
+        assert_identical(&run(&format!("--device cpu-sim {args}")).await, name);
+    }
+}
+
+#[tokio::test]
+async fn what_a_device_cannot_hold_is_refused_by_name() {
+    for (args, want) in [
+        ("--device cpu-sim --kv-dtype f32", "the cache cannot be f32; use f16, bf16 or e4m3"),
+        ("--device cuda:3", "--features cuda"),
+    ] {
+        let options = PairOptions::try_parse_from(std::iter::once("pair").chain(args.split_whitespace())).unwrap();
+        let error = format!("{:#}", pair::run(&options, env!("CARGO_BIN_EXE_pair").as_ref()).await.unwrap_err());
+        assert!(error.contains(want), "{args}: {error}");
+    }
+}
+
 #[tokio::test]
 async fn a_conversation_computes_and_sends_only_what_the_caches_lack() {
     let on = run("--turns 3 --max-tokens 24 --write-back on").await;

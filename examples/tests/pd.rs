@@ -23,6 +23,7 @@ fn ranks(blocks: u32, tp_size: u16) -> NodeConfig {
         blocks,
         tokens_per_block: 16,
         tp_size,
+        device: kvferry_examples::engine::DeviceKind::Cpu,
         chunk_tokens: 64,
         max_running: 4,
         on_load_failure: LoadFailurePolicy::Recompute,

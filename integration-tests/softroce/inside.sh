@@ -17,6 +17,7 @@ for program in "${programs[@]::${#programs[@]}-1}"; do
     case ${program##*/} in
     ucx-*) filter=("${ucx[@]}") ;;
     contract-*) filter+=("${of_contract[@]/#/ucx::}") ;;
+    killed-* | aborts-*) filter+=(over_ucx) ;;
     esac
     [[ -z $2 ]] || filter=("$2")
     "$program" --ignored --test-threads=1 "${filter[@]}" || exit $?

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use kvferry::config::LoadFailurePolicy;
-use kvferry_examples::engine::{EngineService, Submission};
+use kvferry_examples::engine::{DeviceKind, EngineService, Submission};
 use kvferry_examples::node::{LoadedModel, NodeConfig, generate, logits_digest};
 use kvferry_kernels::KvDtype;
 
@@ -30,6 +30,7 @@ impl Reference {
             blocks: 512,
             tokens_per_block: 16,
             tp_size: 1,
+            device: DeviceKind::Cpu,
             chunk_tokens: 64,
             max_running: 8,
             on_load_failure: LoadFailurePolicy::Recompute,

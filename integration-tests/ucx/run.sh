@@ -8,7 +8,7 @@ cd "$here/../.."
 
 case ${1:-short} in
 short) ;;
-long) export KVFERRY_UCX_KILLS=200 KVFERRY_UCX_REVOKES=10000 KVFERRY_UCX_WITHIN_MS=2000 KVFERRY_UCX_SESSIONS=1000 KVFERRY_UCX_WRITES=400 ;;
+long) export KVFERRY_KILLS=200 KVFERRY_UCX_KILLS=200 KVFERRY_UCX_REVOKES=10000 KVFERRY_UCX_WITHIN_MS=2000 KVFERRY_UCX_SESSIONS=1000 KVFERRY_UCX_WRITES=400 ;;
 *)
     echo "say short or long" >&2
     exit 2
@@ -23,4 +23,4 @@ done <<<"$variables"
 [ -z "${KVFERRY_UCX_PERFTEST:-}" ] || PATH=$PATH:$(dirname "$KVFERRY_UCX_PERFTEST")
 
 # The same selection as the other tests: another one has other features, and would build most crates again.
-cargo test --workspace --lib --test ucx --test contract --test bench -- --ignored --nocapture --test-threads=1 --skip the_other_process --skip rdma
+cargo test --workspace --lib --test ucx --test contract --test killed --test bench -- --ignored --nocapture --test-threads=1 --skip the_other_process --skip rdma

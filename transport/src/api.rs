@@ -12,6 +12,7 @@ use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::{PeerId, RegionId};
 
 use crate::credentials::Credentials;
+use crate::device_memory::DeviceAccess;
 use crate::error::TransportError;
 use crate::share::Adopted;
 use crate::watch::{Landing, Leaving};
@@ -34,11 +35,11 @@ pub trait Transport: Send + Sync + 'static {
     /// Registers memory; regions are numbered from 0 in the order of registration.
     ///
     /// # Safety
-    /// The memory stays mapped until [`shutdown`](Transport::shutdown) returned or the transport is dropped. While a grant over a part of it is live, nobody
+    /// The memory is what [`Memory::kind`] says, and stays mapped until [`shutdown`](Transport::shutdown) returned or the transport is dropped. While a grant over a part of it is live, nobody
     /// else writes or reads that part; while a post reads a part of it, nobody writes that part.
     ///
     /// # Errors
-    /// [`TransportError::Memory`] if the kind is not supported, or the table of regions is full.
+    /// [`TransportError::Memory`] if the kind is not supported, with what is missing, or the table of regions is full.
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError>;
 
@@ -67,7 +68,7 @@ pub trait Transport: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`TransportError::NotConnected`]; [`TransportError::Range`] if a page lies outside its region; [`TransportError::Limit`]
-    /// if there are too many grants.
+    /// if there are too many grants; [`TransportError::DeviceMemory`] if pages are a device's, and the peer's devices cannot write them.
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError>;
 
     /// The same with a watch over what lands. It is let go when the grant is revoked. A transport whose payload no thread of ours carries
@@ -78,6 +79,16 @@ pub trait Transport: Send + Sync + 'static {
     fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
         drop(watch);
         self.grant(peer, pages)
+    }
+
+    /// Whether grants to a peer may be of a device's memory, and posts to it may come from there.
+    ///
+    /// # Errors
+    /// [`TransportError::DeviceMemory`] says why not, and how to mend it; [`TransportError::NotConnected`].
+    fn reaches_device_memory(&self, peer: &PeerId) -> Result<(), TransportError> {
+        let _ = peer;
+        let problem = "processors carry all of this transport's payload; stage it in host memory".to_owned();
+        Err(TransportError::DeviceMemory { what: "the payload", problem })
     }
 
     /// Permits one peer to hand over a window of `bytes` bytes without moving it: what it posts stays in its memory, and
@@ -111,6 +122,9 @@ pub trait Transport: Send + Sync + 'static {
 
     /// Writes into a peer's window: `write.source` flows into `write.extents` in order. Its one completion is
     /// [`Event::Posted`]; at the receiver it becomes one [`Event::Landed`] with the notification, after all bytes landed.
+    ///
+    /// A source in a device's memory is read by RDMA devices only. If they cannot carry it after all, the post ends in
+    /// [`TransportError::DeviceMemory`]: no processor does it for them.
     ///
     /// # Errors
     /// The write is handed back in [`PostError`]; nothing was sent then.
@@ -245,6 +259,18 @@ impl PathReport {
         }
     }
 
+    /// Why no RDMA device carries the payload, in words; `None` if one does.
+    pub(crate) fn why_not_by_device(&self) -> Option<String> {
+        let of_rdma = self.not.iter().find(|(kind, _)| *kind == PathKind::Rdma);
+        match self.kind {
+            PathKind::Rdma => None,
+            kind if kind < PathKind::Rdma => {
+                Some(format!("it goes by {kind}, inside one host: leave that out of the paths of one side"))
+            }
+            _ => Some(of_rdma.map_or_else(|| "rdma is not among this side's paths".to_owned(), |(_, why)| why.clone())),
+        }
+    }
+
     /// What was not taken, and why, in words; `none` if there is nothing better.
     #[must_use]
     pub fn not_taken(&self) -> String {
@@ -260,9 +286,9 @@ pub struct Memory {
     pub address: NonNull<u8>,
     /// How many bytes.
     pub bytes: usize,
-    /// Where they are.
+    /// Where they are, and how they are reached there.
     pub kind: MemoryKind,
-    /// The file that is mapped there, if other processes may map it too.
+    /// The file that is mapped there, if other processes may map it too; none for memory of a device.
     pub file: Option<MemoryFile>,
 }
 
@@ -277,14 +303,17 @@ pub struct MemoryFile {
 }
 
 /// Where memory is.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum MemoryKind {
     /// Ordinary host memory.
     Host,
-    /// Memory of another device, as a GPU's, by an address that this process's processors cannot use. No transport takes it yet: each
-    /// refuses it with its reason, and an engine stages such memory in host memory.
-    Device,
+    /// Memory of another device, as a GPU's, by an address that this process's processors cannot use. RDMA devices alone carry it, in
+    /// builds with the feature `device-memory`, and in sessions whose path that is ([`Transport::reaches_device_memory`]). A grant's pages
+    /// and a post's source lie either in host memory or in a device's, not in both, and neither is watched: a digest of such bytes is a
+    /// kernel's to make. What kernels wrote there is posted once they are done, and the flush ([`DeviceAccess::flush`]) shows them what came.
+    /// Transports that cannot keep all that refuse it with their reason, and an engine stages such memory in host memory.
+    Device(DeviceAccess),
 }
 
 /// What a transport can do.

@@ -78,6 +78,14 @@ pub enum TransportError {
         /// Why not.
         problem: String,
     },
+    /// Memory of a device, where only processors could carry the bytes.
+    #[error("{what} is memory of a device, which only RDMA devices read and write: {problem}")]
+    DeviceMemory {
+        /// What lies there: granted pages, or a source.
+        what: &'static str,
+        /// Why no RDMA device carries it, and how to mend that.
+        problem: String,
+    },
     /// The receiver refused a write.
     #[error("the receiver refused the write: {reason}")]
     Refused {

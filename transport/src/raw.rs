@@ -8,7 +8,7 @@
 
 use std::ptr::NonNull;
 
-use crate::api::Memory;
+use crate::api::{Memory, MemoryKind};
 
 /// A contiguous piece of memory, laid out as `struct iovec`.
 #[derive(Clone, Copy)]
@@ -61,7 +61,7 @@ impl RawRun {
     }
 }
 
-/// Registered memory.
+/// Registered memory of the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
     address: NonNull<u8>,
@@ -74,9 +74,12 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Takes over what the caller of `Transport::register` promised.
-    pub(crate) fn new(memory: &Memory) -> Self {
-        Self { address: memory.address, bytes: memory.bytes as u64 }
+    /// Takes over what the caller of `Transport::register` promised. `None` if it is memory of a device: nothing here may touch that.
+    pub(crate) fn of(memory: &Memory) -> Option<Self> {
+        match memory.kind {
+            MemoryKind::Host => Some(Self { address: memory.address, bytes: memory.bytes as u64 }),
+            MemoryKind::Device(_) => None,
+        }
     }
 
     pub(crate) fn bytes(self) -> u64 {
@@ -104,6 +107,20 @@ pub(crate) fn copy(from: RawRun, to: RawRun) {
     let bytes = from.bytes().min(to.bytes());
     // SAFETY: both runs are mapped and guarded, as the module says; `copy` allows that they overlap.
     unsafe { std::ptr::copy(from.start(), to.start(), bytes) }
+}
+
+/// The bytes of all runs, one after the other.
+pub(crate) fn gather(runs: &[RawRun]) -> Vec<u8> {
+    let mut gathered = Vec::with_capacity(runs.iter().map(|run| run.bytes()).sum());
+    for run in runs {
+        let at = gathered.len();
+        let room =
+            RawRun(libc::iovec { iov_base: gathered.spare_capacity_mut().as_mut_ptr().cast(), iov_len: run.bytes() });
+        copy(*run, room);
+        // SAFETY: the capacity holds all runs, and these bytes were just written.
+        unsafe { gathered.set_len(at + run.bytes()) }
+    }
+    gathered
 }
 
 /// Flips the bits of `mask` in byte `at` of a run; nothing if there is no such byte.

@@ -8,8 +8,8 @@ use kvferry_protocol::wire::ClusterKey;
 use kvferry_transport::testing::a_receiver_that_does_not_poll_holds_its_peers_back_and_loses_nothing as held_back;
 use kvferry_transport::testing::{Arena, peer};
 use kvferry_transport::{
-    Credentials, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Memory, MemoryKind, PathKind, Tcp, TcpConfig,
-    TcpConfigFile, Transport,
+    Credentials, DeviceAccess, FaultPlan, FaultRates, LoopbackConfig, LoopbackNetwork, Memory, MemoryKind, PathKind,
+    Tcp, TcpConfig, TcpConfigFile, Transport,
 };
 
 /// Events that an endpoint keeps before it reads no more: few for the one called `b`.
@@ -45,7 +45,7 @@ fn memory_of_a_device_is_refused_where_it_is_registered() {
     for transport in
         [Box::new(loopback) as Box<dyn Transport>, tcp(TcpConfigFile::default(), peer("a", 1), Bytes::new())]
     {
-        let memory = Memory { kind: MemoryKind::Device, ..memory.memory() };
+        let memory = Memory { kind: MemoryKind::Device(DeviceAccess::default()), ..memory.memory() };
         #[expect(unsafe_code, reason = "registering is the caller's promise")]
         // SAFETY: the memory outlives the transport, and is refused.
         let refused = unsafe { transport.register(memory) }.unwrap_err().to_string();
@@ -90,31 +90,67 @@ mod loopback_with_frames_out_of_order {
 
 /// UCX's tcp, whose puts are emulated: all that most machines have.
 mod ucx {
+    use kvferry_transport::testing::Node;
     use kvferry_transport::ucx::UcxConfigFile;
+    use kvferry_transport::{Event, PathReport};
 
     use super::*;
 
+    /// An emulated device, too, on which it takes seconds to connect.
+    fn emulated() -> UcxConfigFile {
+        UcxConfigFile { emulated_puts: true, connect_ms: 25_000, ..UcxConfigFile::default() }
+    }
+
     fn ucx(peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
-        let ucx = UcxConfigFile { emulated_puts: true, ..UcxConfigFile::default() };
+        with(emulated(), peer, greeting)
+    }
+
+    fn with(ucx: UcxConfigFile, peer: PeerId, greeting: Bytes) -> Box<dyn Transport> {
         let paths = vec![PathKind::Ucx, PathKind::Tcp];
         super::tcp(TcpConfigFile { paths, ucx, ..TcpConfigFile::default() }, peer, greeting)
     }
 
     kvferry_transport::contract_tests!(ignored: "needs libucp", ucx);
 
+    /// The path of a new session, which both sides tell alike.
+    fn path(a: &mut Node, b: &mut Node) -> PathReport {
+        a.transport.connect(&b.transport.local_address()).unwrap();
+        let (of_a, of_b) = (a.peer.clone(), b.peer.clone());
+        let told = [(&mut *a, of_b), (b, of_a)].map(|(node, other)| match node.wait_up(&other) {
+            Event::Up { path, .. } => path,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(told[0].kind, told[1].kind);
+        told[0].clone()
+    }
+
     #[test]
     #[ignore = "needs libucp"]
     fn the_path_is_told() {
-        use kvferry_transport::Event;
-        use kvferry_transport::testing::Node;
-
+        let mut b = Node::new(&ucx, peer("b", 1), 1 << 20);
         let mut a = Node::new(&ucx, peer("a", 1), 1 << 20);
-        let b = Node::new(&ucx, peer("b", 1), 1 << 20);
-        a.transport.connect(&b.transport.local_address()).unwrap();
-        match a.wait_up(&b.peer) {
-            Event::Up { path, .. } => assert_eq!(path.kind, PathKind::Ucx, "{path:?}"),
-            other => panic!("{other:?}"),
-        }
+        let told = path(&mut a, &mut b);
+        assert_eq!(told.kind, PathKind::Ucx, "{told:?}");
+    }
+
+    #[test]
+    #[ignore = "needs libucp"]
+    fn a_link_that_cannot_be_made_is_not_the_path() {
+        let one_link = |peer, greeting| with(UcxConfigFile { max_links: 1, ..emulated() }, peer, greeting);
+        let mut b = Node::new(&one_link, peer("b", 1), 1 << 20);
+        let [mut first, mut second] = ["first", "second"].map(|name| Node::new(&ucx, peer(name, 1), 1 << 20));
+        assert_eq!(path(&mut first, &mut b).kind, PathKind::Ucx);
+        let told = path(&mut second, &mut b);
+        assert_eq!(told.kind, PathKind::Tcp, "{told:?}");
+        assert!(
+            told.not.iter().any(|(kind, why)| *kind == PathKind::Ucx && why.contains("could not make")),
+            "{told:?}"
+        );
+        let grant = b.grant(&second.peer, 0, 1 << 20);
+        let post = second.post(&b.peer, grant, 0, 0, 0, 1 << 20);
+        b.wait_landed(grant);
+        second.wait_posted(post).unwrap();
+        assert_eq!(second.transport.stats().ucx_bytes, 0);
     }
 }
 

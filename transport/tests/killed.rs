@@ -14,6 +14,7 @@ use bytes::Bytes;
 use common::{address, key, rdma_config};
 use kvferry_protocol::PeerId;
 use kvferry_transport::testing::{Node, PATIENCE, peer};
+use kvferry_transport::ucx::UcxConfigFile;
 use kvferry_transport::{Event, PathKind, PeerAddress, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError};
 
 const MIB: u64 = 1 << 20;
@@ -31,15 +32,22 @@ fn node(name: &str, incarnation: u64, path: &str) -> Node {
         "cma" => vec![PathKind::ProcessMemory, PathKind::UnixSocket],
         "shm" => vec![PathKind::SharedMemory, PathKind::UnixSocket],
         "rdma" => vec![PathKind::Rdma, PathKind::Tcp],
+        "ucx" => vec![PathKind::Ucx, PathKind::Tcp],
         other => panic!("{other} is no way"),
     };
     // An emulated device and its processors are slow.
-    let stall_ms = if path == "rdma" { 20_000 } else { 2_000 };
-    let file = TcpConfigFile { paths, keepalive_ms: 200, stall_ms, ..rdma_config() };
+    let stall_ms = if is_slow(path) { 20_000 } else { 2_000 };
+    let ucx = UcxConfigFile { emulated_puts: true, connect_ms: 25_000, ..UcxConfigFile::default() };
+    let file = TcpConfigFile { paths, keepalive_ms: 200, stall_ms, ucx, ..rdma_config() };
     let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
         Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
     };
     Node::new(&make, peer(name, incarnation), WINDOW as usize)
+}
+
+/// Whether the path is over an emulated device.
+fn is_slow(path: &str) -> bool {
+    path == "rdma" || path == "ucx" && std::env::var_os("SOFTROCE_DEVICE").is_some()
 }
 
 /// The process that is killed: sends without end into the grants that it is told of, or grants and tells of it.
@@ -99,13 +107,14 @@ fn start(role: &str, path: &str, incarnation: u64, survivor: SocketAddr) -> Doom
         .args(["--exact", "child", "--ignored", "--nocapture"])
         .env(ROLE, format!("{role} {path} {incarnation} {survivor}"))
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        // What it says if it does not come up; once it is killed it says nothing.
+        .stderr(Stdio::inherit())
         .spawn()
         .unwrap();
     let stdout = child.stdout.take().unwrap();
     let child = Doomed(child);
     let is_up = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.ends_with("up"));
-    assert!(is_up, "the child did not come up");
+    assert!(is_up, "round {incarnation}: the child did not come up");
     child
 }
 
@@ -115,7 +124,7 @@ fn moment(path: &str, round: u64) -> Duration {
     let mixed = (round + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
     let moment = Duration::from_micros(mixed % if round.is_multiple_of(3) { 20_000 } else { 2_000 });
     // An emulated device takes a quarter of a second for the window.
-    if path == "rdma" { 10 * moment } else { moment }
+    if is_slow(path) { 10 * moment } else { moment }
 }
 
 /// Waits for the child's session, whose way must be the one that is tested.
@@ -254,6 +263,12 @@ fn a_peer_that_is_killed_at_any_moment_holds_nothing_up_and_leaves_nothing() {
 #[ignore = "needs an RDMA device"]
 fn a_peer_that_is_killed_over_rdma_holds_nothing_up_and_leaves_nothing() {
     run(&["rdma"]);
+}
+
+#[test]
+#[ignore = "needs libucp"]
+fn a_peer_that_is_killed_over_ucx_holds_nothing_up_and_leaves_nothing() {
+    run(&["ucx"]);
 }
 
 fn run(paths: &[&str]) {

@@ -105,7 +105,7 @@ fn memory_without_a_file_is_read_in_the_process_and_memory_that_came_late_too() 
     exchange(&mut a, &mut b, true);
     let late = Arena::new(MIB, 0x39);
     let memory = Memory { file: None, ..late.memory() };
-    assert_eq!(memory.kind, MemoryKind::Host);
+    assert!(matches!(memory.kind, MemoryKind::Host));
     #[expect(unsafe_code, reason = "registering is the caller's promise")]
     // SAFETY: the arena outlives the node, which is dropped at the end of this function; nobody writes it.
     let region = unsafe { a.transport.register(memory) }.unwrap();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvferry_protocol::pages::Extent;
 use kvferry_transport::testing::PATIENCE;
 use kvferry_transport::ucx::{RemoteWindow, UcxEvent};
-use kvferry_transport::{Memory, MemoryKind};
+use kvferry_transport::{DeviceAccess, Memory, MemoryKind};
 use rustix::process::{Pid, Signal, kill_process};
 use ucx_pair::{
     CLOSE, COMPARE, COUNT, FILL, FLOOD, GRANT, GRANT_BLOCKS, HEAR, Other, PUT, STOP, Side, arena_bytes, blocks,
@@ -110,7 +110,7 @@ fn a_node_shuts_down_under_a_live_link() {
 #[ignore = "needs libucp"]
 fn memory_of_a_device_is_refused_with_what_ucx_says_of_it() {
     let side = Side::new();
-    let memory = Memory { kind: MemoryKind::Device, ..side.memory.memory() };
+    let memory = Memory { kind: MemoryKind::Device(DeviceAccess::default()), ..side.memory.memory() };
     #[expect(unsafe_code, reason = "registering is the caller's promise")]
     // SAFETY: the node is dropped before the arena, and refuses it.
     let refused = unsafe { side.node.register(memory) }.unwrap_err().to_string();

@@ -14,7 +14,7 @@ functions+='|ucp_mem_(map|unmap)|ucp_rkey_(pack|buffer_release|destroy)|ucp_ep_(
 functions+='|ucp_put_nbx|ucp_am_send_nbx|ucp_worker_set_am_recv_handler|ucp_request_free|ucs_status_string'
 # Enumerations without a name among the arguments: a field mask is an integer.
 types='ucs_memory_type|ucp_(params|worker_params|mem_map_params|ep_params|context_attr|am_handler_param)_field|ucp_feature'
-types+='|ucp_worker_flags_t|ucp_ep_close_flags_t|ucp_op_attr_t|ucp_am_cb_flags|ucp_send_am_flags|ucp_am_recv_attr_t'
+types+='|ucp_worker_flags_t|ucp_ep_close_flags_t|ucp_op_attr_t|ucp_am_cb_flags|ucp_send_am_flags|ucp_am_recv_attr_t|ucp_dt_type|ucp_dt_iov'
 variables='UCP_API_(MAJOR|MINOR)'
 
 header=$(mktemp --suffix=.h)

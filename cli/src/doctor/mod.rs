@@ -3,6 +3,7 @@
 //! Rows come from files under a root (tests give a root of their own), from calls, and from trials in a process of their own where the
 //! trial may take its process down. Nothing is changed.
 
+mod device_memory;
 mod machine;
 mod network;
 mod pair;
@@ -21,6 +22,7 @@ use serde::Serialize;
 use crate::args::DoctorArgs;
 use crate::calls;
 use crate::error::CliError;
+pub(crate) use device_memory::survey as survey_rdma;
 use pair::Pair;
 pub(crate) use probes::{try_library, try_memory};
 use root::Root;
@@ -70,6 +72,7 @@ fn machine_rows(root: &Root) -> Vec<Row> {
     rows.extend(probes::sharing());
     rows.push(probes::other_memory(root));
     rows.extend(rdma::devices(root));
+    rows.extend(device_memory::rows(root));
     rows.extend(probes::libraries());
     rows.push(ucx::row());
     rows

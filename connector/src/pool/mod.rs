@@ -36,6 +36,7 @@ mod hash;
 mod index;
 mod prefix;
 mod radix;
+mod returns;
 mod state;
 mod table;
 mod window_radix;
@@ -52,6 +53,12 @@ pub use radix::{Kept, RadixCache, RadixCounts, Sequence, Sharing};
 pub use state::{CompleteBlock, MutableBlock, OneBlock, RegisteredBlock};
 pub use table::{BlockTable, Lease, Pin};
 pub use window_radix::{WindowRadixCache, WindowRadixCounts, WindowSequence};
+
+/// The primitives of `returns.rs`, for which `tests/loom.rs` has others.
+mod sync {
+    pub(super) use std::sync::atomic::{AtomicBool, Ordering};
+    pub(super) use std::sync::{Mutex, PoisonError};
+}
 
 #[cfg(test)]
 mod tests;

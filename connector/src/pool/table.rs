@@ -1,41 +1,11 @@
 //! What holds blocks: a request's table, and a transfer's lease.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use kvferry_protocol::BlockId;
 
-/// What came back without the pool at hand; the pool takes it in at its next call.
-///
-/// Its length is bounded by the guards that exist. `pending` spares the lock when there are none.
-pub(super) struct Returns<T> {
-    pending: AtomicBool,
-    queue: Mutex<Vec<T>>,
-}
-
-impl<T> Default for Returns<T> {
-    fn default() -> Self {
-        Self { pending: AtomicBool::new(false), queue: Mutex::default() }
-    }
-}
-
-impl<T> Returns<T> {
-    pub(super) fn push(&self, returned: T) {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.push(returned);
-        self.pending.store(true, Ordering::Release);
-    }
-
-    pub(super) fn take(&self) -> Vec<T> {
-        if !self.pending.load(Ordering::Acquire) {
-            return Vec::new();
-        }
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        self.pending.store(false, Ordering::Release);
-        std::mem::take(&mut queue)
-    }
-}
+use super::returns::Returns;
 
 /// References that a holder let go.
 pub(super) type ReturnedBlocks = Returns<(HeldBy, Vec<BlockId>)>;

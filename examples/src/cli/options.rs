@@ -12,7 +12,7 @@ use kvferry::trace::{TraceError, Tracer};
 use kvferry_kernels::KvDtype;
 use kvferry_protocol::layout::LayoutOrder;
 
-use crate::engine::Publish;
+use crate::engine::{DeviceKind, Publish};
 use crate::model::Model;
 use crate::node::NodeConfig;
 
@@ -87,6 +87,10 @@ pub struct EngineOptions {
     /// be a multiple of them
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub tp: u16,
+    /// Where KV lies and attention is computed: on the CPU, by the CUDA kernels on a device that is simulated on the CPU (feature
+    /// cpu-sim), or on a CUDA device (feature cuda)
+    #[arg(long, value_name = "cpu|cpu-sim|cuda[:N]", default_value = "cpu")]
+    pub device: DeviceKind,
     /// How prompts find what earlier ones computed: by the hash of blocks, by their tokens in a radix tree, or not at all
     #[arg(long, value_name = "hash|radix|off", default_value = "hash")]
     pub prefix_cache: PrefixKind,
@@ -102,6 +106,7 @@ impl EngineOptions {
             blocks: self.blocks.get(),
             tokens_per_block: self.block,
             tp_size: self.tp,
+            device: self.device,
             chunk_tokens: self.chunk.get() as usize,
             max_running: self.max_running.get() as usize,
             on_load_failure: LoadFailurePolicy::Recompute,
@@ -271,6 +276,10 @@ pub struct PairOptions {
     /// Element type of the KV cache: f32, f16 or bf16
     #[arg(long, value_name = "DTYPE", default_value = "f16")]
     pub kv_dtype: KvDtype,
+    /// Where KV lies and attention is computed, in all three engines: on the CPU, by the CUDA kernels on a device that is simulated on
+    /// the CPU (feature cpu-sim), or on a CUDA device (feature cuda)
+    #[arg(long, value_name = "cpu|cpu-sim|cuda[:N]", default_value = "cpu")]
+    pub device: DeviceKind,
     /// Order of the axes of prefill's KV cache, outermost first
     #[arg(long, value_name = "ORDER", default_value = "BLPNHC")]
     pub prefill_layout: LayoutOrder,
@@ -380,7 +389,8 @@ mod tests {
             "pair --model embedded --prompts p.txt --max-tokens 8 --concurrency 8 --order prefill-first --kv-dtype bf16 \
              --prefill-layout LPBNHC --decode-layout BHLPNC --prefill-block 16 --decode-block 7 --transport tcp \
              --link-gbps 2.5 --write-back on --turns 3 --prefill-tp 4 --decode-tp 2 --prefill-nodes 2 --decode-nodes 3 --json \
-             --system S --branches 3 --prefix-cache radix --prefill-blocks 40 --decode-blocks 50 --same-host in-place"
+             --system S --branches 3 --prefix-cache radix --prefill-blocks 40 --decode-blocks 50 --same-host in-place \
+              --device cuda:1"
                 .split_whitespace(),
         )
         .unwrap();
@@ -394,7 +404,7 @@ mod tests {
         assert_eq!((options.prefill_tp, options.decode_tp), (4, 2));
         assert_eq!((&options.system[..], options.branches, options.prefix_cache), ("S", 3, PrefixKind::Radix));
         let blocks = [options.prefill_blocks, options.decode_blocks].map(|blocks| blocks.unwrap().get());
-        assert_eq!(blocks, [40, 50]);
+        assert_eq!((blocks, options.device), ([40, 50], DeviceKind::Cuda(1)));
         assert_eq!((options.prefill_nodes, options.decode_nodes), (2, 3));
     }
 
@@ -413,6 +423,7 @@ mod tests {
             ("--branches 4", "1..=3"),
             ("--prefix-cache tree", "hash, radix or off"),
             ("--decode-blocks 0", "decode-blocks"),
+            ("--device gpu", "cpu-sim, cuda"),
             ("--transport pigeon", "tcp"),
             ("--link-gbps -2", "-2"),
             ("--link-gbps NaN", "0.001 to 1000"),

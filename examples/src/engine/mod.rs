@@ -6,6 +6,8 @@
 //! heads over several tensor-parallel [`Rank`]s, each with a cache and a connector of its own. An [`EngineService`] runs everything
 //! on a thread.
 
+mod devices;
+mod kv;
 mod no_connector;
 mod ranks;
 mod runner;
@@ -14,6 +16,8 @@ mod scheduler;
 mod service;
 mod step;
 
+pub use devices::{DeviceKind, DeviceOpenError};
+pub use kv::KvError;
 pub use no_connector::NoConnector;
 pub use ranks::Rank;
 pub use runner::{CacheConfig, Runner, RunnerError};

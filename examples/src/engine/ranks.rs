@@ -4,20 +4,21 @@
 //! before the output projection. So every number is made by the same operations as with one rank, and has the same bits.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use kvferry_kernels::{
-    AttentionBatch, AttentionOptions, AttentionSequence, HostKvCache, KernelError, Placement, Slot, Threads,
-    paged_attention, store_kv,
-};
+use kvferry::pd::KvCache;
+use kvferry_kernels::device::Device;
+use kvferry_kernels::{AttentionBatch, AttentionOptions, AttentionSequence, Slot, Threads};
 use kvferry_protocol::layout::{KvShape, Shard, TpError, heads_of};
 use kvferry_protocol::{LayerId, TpRank};
 
+use super::kv::{Kv, Refused};
 use super::runner::{CacheConfig, RunnerError};
 use crate::model::{ModelConfig, Rows};
 
 /// One rank: a cache of its KV heads, and the query heads whose attention it computes.
 pub struct Rank {
-    cache: HostKvCache,
+    kv: Kv,
     heads: Range<u16>,
     queries: Range<usize>,
     whole: bool,
@@ -27,19 +28,23 @@ pub struct Rank {
     out: Vec<f32>,
 }
 
-/// A kernel's name and its refusal.
-pub(super) type Refused = (&'static str, KernelError);
-
 impl Rank {
     /// All ranks of a model, with their caches.
     ///
     /// # Errors
-    /// [`RunnerError::Ranks`] if the KV heads do not spread evenly over them, [`RunnerError::Cache`] if a cache cannot be made.
+    /// [`RunnerError::Ranks`] if the KV heads do not spread evenly over them, [`RunnerError::Device`] if there is no such device,
+    /// [`RunnerError::Cache`] if a cache cannot be made.
     pub(super) fn all(model: &ModelConfig, cache: CacheConfig) -> Result<Vec<Self>, RunnerError> {
-        (0..cache.tp_size.max(1)).map(|rank| Self::new(model, cache, TpRank::new(rank))).collect()
+        let device = cache.device.open()?;
+        (0..cache.tp_size.max(1)).map(|rank| Self::new(model, cache, device.as_ref(), TpRank::new(rank))).collect()
     }
 
-    fn new(model: &ModelConfig, config: CacheConfig, rank: TpRank) -> Result<Self, RunnerError> {
+    fn new(
+        model: &ModelConfig,
+        config: CacheConfig,
+        device: Option<&Arc<dyn Device>>,
+        rank: TpRank,
+    ) -> Result<Self, RunnerError> {
         let CacheConfig { order, dtype, blocks, tokens_per_block, .. } = config;
         let ranks = |source| RunnerError::Ranks { source };
         let heads = heads_of(rank, config.tp_size.max(1), model.kv_heads as u16).map_err(ranks)?;
@@ -52,21 +57,16 @@ impl Rank {
             tokens_per_block,
             run_bytes: vec![run, run],
         };
-        let made = if config.shareable { HostKvCache::shareable } else { HostKvCache::new };
-        let cache = made(shape, dtype, order, Placement::OneRegion).map_err(|source| RunnerError::Cache {
-            blocks,
-            order,
-            source,
-        })?;
+        let kv = Kv::new(shape, config, device).map_err(|source| RunnerError::Cache { blocks, order, source })?;
         let whole = queries == (0..model.heads);
         let (q, k, v, out) = Default::default();
-        Ok(Self { cache, heads, queries, whole, q, k, v, out })
+        Ok(Self { kv, heads, queries, whole, q, k, v, out })
     }
 
-    /// The cache, to register it with a connector; clones share its memory.
+    /// The cache, to register it with a connector; it shares the memory.
     #[must_use]
-    pub const fn cache(&self) -> &HostKvCache {
-        &self.cache
+    pub fn cache(&self) -> KvCache {
+        self.kv.cache()
     }
 
     /// Which part of the model the cache holds.
@@ -87,25 +87,22 @@ impl Rank {
     ) -> Result<(), Refused> {
         let options = AttentionOptions::causal(1.0 / (model.head_dim as f32).sqrt());
         let layer = layer.get();
-        let stored = |source| ("store_kv", source);
-        let attended = |source| ("paged_attention", source);
         if self.whole {
-            store_kv(&self.cache, layer, slots, &rows.k, Some(&rows.v)).map_err(stored)?;
+            self.kv.store(layer, slots, &rows.k, &rows.v)?;
             let queries = AttentionBatch { queries: &rows.q, q_heads: model.heads, sequences };
-            return paged_attention(&self.cache, layer, &queries, &options, threads, &mut rows.attention)
-                .map_err(attended);
+            return self.kv.attend(layer, &queries, &options, threads, &mut rows.attention);
         }
         let kv = usize::from(self.heads.start)..usize::from(self.heads.end);
         take(&rows.k, model.kv_heads, model.head_dim, kv.clone(), &mut self.k);
         take(&rows.v, model.kv_heads, model.head_dim, kv, &mut self.v);
-        store_kv(&self.cache, layer, slots, &self.k, Some(&self.v)).map_err(stored)?;
+        self.kv.store(layer, slots, &self.k, &self.v)?;
         if self.queries.is_empty() {
             return Ok(()); // More ranks hold the KV head than it has queries.
         }
         take(&rows.q, model.heads, model.head_dim, self.queries.clone(), &mut self.q);
         self.out.resize(self.q.len(), 0.0);
         let queries = AttentionBatch { queries: &self.q, q_heads: self.queries.len(), sequences };
-        paged_attention(&self.cache, layer, &queries, &options, threads, &mut self.out).map_err(attended)?;
+        self.kv.attend(layer, &queries, &options, threads, &mut self.out)?;
         put(&self.out, model.heads, model.head_dim, self.queries.clone(), &mut rows.attention);
         Ok(())
     }

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use kvferry::contract::{Ready, RequestId, Worker};
-use kvferry_kernels::{AttentionSequence, KernelError, KvDtype, Slot, Threads};
+use kvferry_kernels::{AttentionSequence, KvDtype, Slot, Threads};
 use kvferry_protocol::LayerId;
 use kvferry_protocol::layout::{LayoutOrder, TpError};
 
+use super::devices::{DeviceKind, DeviceOpenError};
+use super::kv::KvError;
 use super::ranks::Rank;
 use super::sampling::choose;
 use super::step::{Sampled, SequenceStep, StepOutput, StepPlan};
@@ -27,6 +29,8 @@ pub struct CacheConfig {
     pub tp_size: u16,
     /// Whether its memory is such that other processes of this host may map it.
     pub shareable: bool,
+    /// Where the caches are.
+    pub device: DeviceKind,
 }
 
 /// Why a runner cannot start, or a step could not be computed.
@@ -42,8 +46,11 @@ pub enum RunnerError {
         order: LayoutOrder,
         /// Why.
         #[source]
-        source: KernelError,
+        source: KvError,
     },
+    /// There is no such device.
+    #[error(transparent)]
+    Device(#[from] DeviceOpenError),
     /// The model's KV heads do not spread over the ranks.
     #[error("the model cannot be run on so many ranks")]
     Ranks {
@@ -62,7 +69,7 @@ pub enum RunnerError {
         what: &'static str,
         /// Why.
         #[source]
-        source: KernelError,
+        source: KvError,
     },
     /// A plan names tokens that its block table has no place for.
     #[error("step {step}: the block table of request {request} ends before position {position}")]
@@ -79,6 +86,7 @@ pub enum RunnerError {
 /// Computes steps; owns the memory of the ranks' caches.
 pub struct Runner {
     model: Arc<Model>,
+    tokens_per_block: u32,
     ranks: Vec<Rank>,
     threads: Threads,
     rows: Rows,
@@ -88,11 +96,17 @@ impl Runner {
     /// Allocates a cache for each rank.
     ///
     /// # Errors
-    /// [`RunnerError::Ranks`] if the KV heads do not spread evenly over the ranks; [`RunnerError::Cache`] if there is not enough
-    /// memory, or the shape has no layout.
+    /// [`RunnerError::Ranks`] if the KV heads do not spread evenly over the ranks; [`RunnerError::Device`] if there is no such device;
+    /// [`RunnerError::Cache`] if there is not enough memory, or the shape has no layout.
     pub fn new(model: Arc<Model>, cache: CacheConfig) -> Result<Self, RunnerError> {
         let ranks = Rank::all(model.config(), cache)?;
-        Ok(Self { model, ranks, threads: Threads::single(), rows: Rows::default() })
+        Ok(Self {
+            model,
+            tokens_per_block: cache.tokens_per_block,
+            ranks,
+            threads: Threads::single(),
+            rows: Rows::default(),
+        })
     }
 
     /// The ranks, by their number.
@@ -121,7 +135,7 @@ impl Runner {
             }
         }
         if !plan.sequences.is_empty() {
-            let batch = Batch::of(plan, self.ranks[0].cache().layout().shape().tokens_per_block)?;
+            let batch = Batch::of(plan, self.tokens_per_block)?;
             self.compute(plan.number, &batch, connectors, &mut output.void)?;
             output.sampled = self.sample(plan, &batch);
         }

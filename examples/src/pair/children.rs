@@ -161,7 +161,14 @@ fn node(program: &Path, options: &PairOptions, role: Role, key: &str, (longest, 
             "--block",
             &block.to_string(),
         ])
-        .args(["--tp", &tp.to_string(), "--prefix-cache", &options.prefix_cache.to_string()])
+        .args([
+            "--tp",
+            &tp.to_string(),
+            "--device",
+            &options.device.to_string(),
+            "--prefix-cache",
+            &options.prefix_cache.to_string(),
+        ])
         .args([
             "--blocks",
             &given.map_or_else(|| blocks(longest, block, concurrency, idle), NonZeroU32::get).to_string(),

@@ -133,6 +133,7 @@ async fn reference(
         blocks: blocks(longest, options.decode_block, concurrency, 0),
         tokens_per_block: options.decode_block,
         tp_size: 1,
+        device: options.device,
         chunk_tokens: options.chunk.get() as usize,
         max_running: concurrency as usize,
         on_load_failure: kvferry::config::LoadFailurePolicy::Recompute,

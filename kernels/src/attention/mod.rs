@@ -19,7 +19,7 @@ use kvferry_protocol::BlockId;
 pub use threads::Threads;
 
 use crate::error::KernelError;
-use crate::memory::{GuardMode, HostKvCache, KvCacheView};
+use crate::memory::{CacheShape, GuardMode, HostKvCache, KvCacheView};
 
 /// One sequence of a batch.
 #[derive(Clone, Debug)]
@@ -108,7 +108,7 @@ pub fn paged_attention(
     threads: &Threads,
     out: &mut [f32],
 ) -> Result<(), KernelError> {
-    check(cache.view(), layer, batch, options, out)?;
+    check(cache.view().shape(), layer, batch, options, out)?;
     let tokens_per_block = cache.layout().shape().tokens_per_block as usize;
     let blocks =
         batch.sequences.iter().flat_map(|sequence| &sequence.blocks[seen_blocks(sequence, options, tokens_per_block)]);
@@ -134,14 +134,14 @@ pub unsafe fn paged_attention_unguarded(
     threads: &Threads,
     out: &mut [f32],
 ) -> Result<(), KernelError> {
-    check(view, layer, batch, options, out)?;
+    check(view.shape(), layer, batch, options, out)?;
     // SAFETY: `check` passed, and the caller keeps writers off the pages.
     unsafe { work::attend(view, layer, batch, options, threads, out) };
     Ok(())
 }
 
-/// Which entries of a block table any of the sequence's queries sees.
-fn seen_blocks(
+/// Which entries of a block table any of the sequence's queries sees; the sequence was checked.
+pub(crate) fn seen_blocks(
     sequence: &AttentionSequence<'_>,
     options: &AttentionOptions<'_>,
     tokens_per_block: usize,
@@ -159,31 +159,31 @@ fn window(options: &AttentionOptions<'_>) -> usize {
     options.window.map_or(usize::MAX, |window| window.get() as usize)
 }
 
-fn value_dim(view: &KvCacheView, options: &AttentionOptions<'_>) -> usize {
+fn value_dim(shape: CacheShape<'_>, options: &AttentionOptions<'_>) -> usize {
     match options.values {
-        Values::Plane => view.dim(1),
+        Values::Plane => shape.dim(1),
         Values::KeyPrefix { value_dim } => value_dim,
     }
 }
 
-fn check(
-    view: &KvCacheView,
+pub(crate) fn check(
+    shape: CacheShape<'_>,
     layer: u16,
     batch: &AttentionBatch<'_>,
     options: &AttentionOptions<'_>,
     out: &[f32],
 ) -> Result<(), KernelError> {
-    view.check_layer(layer)?;
-    let planes = view.layout().planes().len();
+    shape.check_layer(layer)?;
+    let planes = shape.planes();
     if options.values == Values::Plane && planes < 2 {
         return Err(KernelError::Planes { planes, mend: "set values to KeyPrefix" });
     }
-    let (q_heads, kv_heads) = (batch.q_heads, view.heads());
+    let (q_heads, kv_heads) = (batch.q_heads, shape.heads());
     if q_heads == 0 || q_heads > MAX_Q_HEADS || !q_heads.is_multiple_of(kv_heads) {
         return Err(KernelError::Heads { q_heads, kv_heads });
     }
-    check_options(view, q_heads, options)?;
-    let (key_dim, value_dim) = (view.dim(0), value_dim(view, options));
+    check_options(shape, q_heads, options)?;
+    let (key_dim, value_dim) = (shape.dim(0), value_dim(shape, options));
     for dim in [key_dim, value_dim] {
         if dim == 0 || dim > MAX_HEAD_DIM {
             return Err(KernelError::HeadDim { dim, max: MAX_HEAD_DIM });
@@ -195,13 +195,13 @@ fn check(
     check_len("out f32 [tokens, q_heads, value_dim]", out.len(), tokens * q_heads * value_dim)?;
     let mut free_from = 0;
     for (index, sequence) in batch.sequences.iter().enumerate() {
-        check_sequence(view, options, index, sequence, free_from..tokens)?;
+        check_sequence(shape, options, index, sequence, free_from..tokens)?;
         free_from = sequence.queries.end.max(free_from);
     }
     Ok(())
 }
 
-fn check_options(view: &KvCacheView, q_heads: usize, options: &AttentionOptions<'_>) -> Result<(), KernelError> {
+fn check_options(shape: CacheShape<'_>, q_heads: usize, options: &AttentionOptions<'_>) -> Result<(), KernelError> {
     let refuse = |option, value: String, mend| Err(KernelError::Option { option, value, mend });
     if !options.scale.is_finite() {
         return refuse("scale", options.scale.to_string(), "use a finite number such as 1 / sqrt(key_dim)");
@@ -212,7 +212,7 @@ fn check_options(view: &KvCacheView, q_heads: usize, options: &AttentionOptions<
         return refuse("soft_cap", cap.to_string(), "use a positive number, or none");
     }
     if let Values::KeyPrefix { value_dim } = options.values
-        && value_dim > view.dim(0)
+        && value_dim > shape.dim(0)
     {
         return refuse("value_dim", value_dim.to_string(), "a value is a part of its key and cannot be longer");
     }
@@ -226,7 +226,7 @@ fn check_options(view: &KvCacheView, q_heads: usize, options: &AttentionOptions<
 }
 
 fn check_sequence(
-    view: &KvCacheView,
+    shape: CacheShape<'_>,
     options: &AttentionOptions<'_>,
     index: usize,
     sequence: &AttentionSequence<'_>,
@@ -241,13 +241,13 @@ fn check_sequence(
         let problem = format!("{} queries but a context of {context_len}; count the queries in", queries.len());
         return refuse(problem);
     }
-    let tokens_per_block = view.layout().shape().tokens_per_block as usize;
+    let tokens_per_block = shape.tokens_per_block();
     let needed = context_len.div_ceil(tokens_per_block);
     if blocks.len() < needed {
         let problem = format!("a context of {context_len} needs {needed} blocks; the table has {}", blocks.len());
         return refuse(problem);
     }
-    blocks[seen_blocks(sequence, options, tokens_per_block)].iter().try_for_each(|&block| view.check_block(block))
+    blocks[seen_blocks(sequence, options, tokens_per_block)].iter().try_for_each(|&block| shape.check_block(block))
 }
 
 fn check_len(what: &'static str, found: usize, expected: usize) -> Result<(), KernelError> {

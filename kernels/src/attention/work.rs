@@ -65,7 +65,7 @@ pub(super) unsafe fn attend_by(
         queries: batch.queries,
         q_heads: batch.q_heads,
         group: batch.q_heads / view.heads(),
-        value_dim: value_dim(view, options),
+        value_dim: value_dim(view.shape(), options),
         values_in_keys,
         scale: options.scale,
         window: window(options),

@@ -181,6 +181,10 @@ impl CudaDevice {
         self.context.bind_to_thread().map_err(failed("making the device current"))
     }
 
+    pub(super) fn attribute(&self, attribute: sys::CUdevice_attribute, what: &str) -> Result<i32, CudaError> {
+        self.context.attribute(attribute).map_err(failed(what))
+    }
+
     fn function(&self, kernel: Kernel) -> Result<Function, CudaError> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(&known) = functions.get(&kernel) {
@@ -316,7 +320,7 @@ impl fmt::Debug for CudaDevice {
     }
 }
 
-fn failed(what: &str) -> impl FnOnce(DriverError) -> CudaError + use<> {
+pub(super) fn failed(what: &str) -> impl FnOnce(DriverError) -> CudaError + use<> {
     let what = what.to_owned();
     move |source| CudaError::Driver { what, source }
 }

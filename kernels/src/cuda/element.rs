@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::dtype::KvDtype;
+
 /// The element type of a tensor or a cache in device memory; numbered as in `kernels/cuda/elements.cuh`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u32)]
@@ -38,6 +40,16 @@ impl Element {
             Self::Bf16 => "bf16",
             Self::E4m3 => "e4m3",
             Self::E5m2 => "e5m2",
+        }
+    }
+}
+
+impl From<KvDtype> for Element {
+    fn from(dtype: KvDtype) -> Self {
+        match dtype {
+            KvDtype::F32 => Self::F32,
+            KvDtype::F16 => Self::F16,
+            KvDtype::Bf16 => Self::Bf16,
         }
     }
 }

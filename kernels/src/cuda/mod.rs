@@ -13,6 +13,8 @@ mod element;
 mod error;
 mod launch;
 mod pages;
+#[cfg(feature = "cuda")]
+mod remote;
 mod store;
 
 pub use copy::CopyJob;
@@ -23,4 +25,6 @@ pub use element::Element;
 pub use error::JobError;
 pub use launch::{Argument, DevicePtr, Geometry, Kernel, Launcher};
 pub use pages::{DevicePages, DeviceRegions};
+#[cfg(feature = "cuda")]
+pub use remote::{ExportedMemory, RemoteWrites};
 pub use store::{Rows, StoreJob};

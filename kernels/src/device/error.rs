@@ -37,6 +37,12 @@ pub enum DeviceError {
     /// A cache does not fit its memory or its element type.
     #[error("a cache on a device was refused")]
     Cache(#[source] JobError),
+    /// Rows do not fit a cache, or ask for what the device's kernels have not; nothing was queued.
+    #[error("rows for a device were refused")]
+    Rows(#[source] crate::KernelError),
+    /// A launch does not suit the kernels; nothing was queued.
+    #[error("a launch on a device was refused")]
+    Job(#[source] JobError),
     /// Host memory for the device's copies cannot be had.
     #[error("there is no host memory for a device's copies")]
     Host(#[source] crate::KernelError),

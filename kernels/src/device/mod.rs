@@ -12,6 +12,7 @@
 mod cache;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod desk;
 mod error;
 mod lane;
 
@@ -23,6 +24,7 @@ use std::sync::Arc;
 pub use cache::DeviceKvCache;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaGpu;
+pub use desk::RowDesk;
 pub use error::DeviceError;
 pub use lane::{Lane, StagedRun};
 

@@ -127,10 +127,10 @@ impl PageGuards {
         layers: Range<u16>,
     ) -> Result<Self, KernelError> {
         for &block in blocks {
-            cache.view.check_block(block)?;
+            cache.view.shape().check_block(block)?;
         }
         if let Some(last) = layers.clone().next_back() {
-            cache.view.check_layer(last)?;
+            cache.view.shape().check_layer(last)?;
         }
         let mut blocks = blocks.to_vec();
         blocks.sort_unstable();

@@ -4,6 +4,7 @@ mod alias;
 mod cache;
 mod guards;
 mod raw;
+mod shape;
 mod view;
 
 #[cfg(test)]
@@ -13,5 +14,6 @@ pub use alias::{AliasOwner, Settle};
 pub use cache::{HostKvCache, Placement};
 pub use guards::{GuardMode, PageGuards};
 pub use raw::HostRegion;
+pub(crate) use shape::CacheShape;
 pub use view::KvCacheView;
 pub(crate) use view::{PlanePages, end_of_plane};

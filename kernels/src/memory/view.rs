@@ -10,6 +10,7 @@ use kvferry_protocol::{BlockId, RegionId};
 
 use super::alias::Aliases;
 use super::raw::PageBase;
+use super::shape::CacheShape;
 use crate::dtype::KvDtype;
 use crate::error::KernelError;
 
@@ -134,23 +135,18 @@ impl KvCacheView {
     /// If the cache has no such plane.
     #[must_use]
     pub fn dim(&self, plane: usize) -> usize {
-        self.layout.planes()[plane].run_bytes as usize / self.dtype.bytes()
+        self.shape().dim(plane)
     }
 
     /// KV heads that this worker holds.
     #[must_use]
     pub fn heads(&self) -> usize {
-        self.layout.shape().heads.into()
+        self.shape().heads()
     }
 
-    pub(crate) fn check_layer(&self, layer: u16) -> Result<(), KernelError> {
-        let layers = self.layout.shape().layers;
-        if layer < layers { Ok(()) } else { Err(KernelError::LayerOutOfRange { layer, layers }) }
-    }
-
-    pub(crate) fn check_block(&self, block: BlockId) -> Result<(), KernelError> {
-        let blocks = self.layout.shape().blocks;
-        if block.get() < blocks { Ok(()) } else { Err(KernelError::BlockOutOfRange { block, blocks }) }
+    /// What arguments are checked against.
+    pub(crate) fn shape(&self) -> CacheShape<'_> {
+        CacheShape { layout: &self.layout, element_bytes: self.dtype.bytes() }
     }
 
     /// Which pages are read from elsewhere.

@@ -7,7 +7,7 @@ mod tests;
 use kvferry_protocol::BlockId;
 
 use crate::error::KernelError;
-use crate::memory::{GuardMode, HostKvCache, KvCacheView};
+use crate::memory::{CacheShape, GuardMode, HostKvCache, KvCacheView};
 
 /// One token's place: `block * tokens_per_block + offset`, as in vLLM's `slot_mapping`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -63,7 +63,7 @@ pub fn store_kv(
     keys: &[f32],
     values: Option<&[f32]>,
 ) -> Result<(), KernelError> {
-    check(cache.view(), layer, slots, keys, values)?;
+    check(cache.view().shape(), layer, slots, keys, values)?;
     let tokens_per_block = u64::from(cache.layout().shape().tokens_per_block);
     let stored = slots.iter().filter(|&&slot| slot != Slot::SKIP);
     let mut blocks: Vec<_> = stored.map(|slot| BlockId::new((slot.get() / tokens_per_block) as u32)).collect();
@@ -92,7 +92,7 @@ pub unsafe fn store_kv_unguarded(
     keys: &[f32],
     values: Option<&[f32]>,
 ) -> Result<(), KernelError> {
-    check(view, layer, slots, keys, values)?;
+    check(view.shape(), layer, slots, keys, values)?;
     let tokens_per_block = u64::from(view.layout().shape().tokens_per_block);
     let stored = slots.iter().filter(|&&slot| slot != Slot::SKIP);
     check_own(view, layer, stored.map(|slot| BlockId::new((slot.get() / tokens_per_block) as u32)))?;
@@ -109,15 +109,15 @@ fn check_own(view: &KvCacheView, layer: u16, blocks: impl Iterator<Item = BlockI
     }
 }
 
-fn check(
-    view: &KvCacheView,
+pub(crate) fn check(
+    shape: CacheShape<'_>,
     layer: u16,
     slots: &[Slot],
     keys: &[f32],
     values: Option<&[f32]>,
 ) -> Result<(), KernelError> {
-    view.check_layer(layer)?;
-    let planes = view.layout().planes().len();
+    shape.check_layer(layer)?;
+    let planes = shape.planes();
     match (planes, values) {
         (1, Some(_)) => {
             return Err(KernelError::Planes { planes, mend: "it keeps the latent in K; pass no values" });
@@ -127,13 +127,13 @@ fn check(
     }
     let what = ["keys f32 [tokens, heads, key_dim]", "values f32 [tokens, heads, value_dim]"];
     for (plane, rows) in [Some(keys), values].into_iter().flatten().enumerate() {
-        let expected = slots.len() * view.heads() * view.dim(plane);
+        let expected = slots.len() * shape.heads() * shape.dim(plane);
         if rows.len() != expected {
             return Err(KernelError::Length { what: what[plane], found: rows.len(), expected });
         }
     }
-    let shape = view.layout().shape();
-    let count = u64::from(shape.blocks) * u64::from(shape.tokens_per_block);
+    let of_blocks = shape.layout.shape();
+    let count = u64::from(of_blocks.blocks) * u64::from(of_blocks.tokens_per_block);
     let wrong = slots.iter().position(|&slot| slot != Slot::SKIP && slot.get() >= count);
     match wrong {
         Some(token) => Err(KernelError::SlotOutOfRange { token, slot: slots[token].get(), slots: count }),

@@ -13,6 +13,7 @@ use kvferry_protocol::wire::{
 use super::post::Post;
 use super::runs::RunList;
 use crate::ffi::MAX_RUNS;
+use crate::place::{Run, Runs};
 use crate::raw::RawRun;
 use crate::share::Lender;
 use crate::watch::Leaving;
@@ -27,7 +28,7 @@ pub(crate) struct FrameCut {
     /// Header and table.
     pub(crate) head: Vec<u8>,
     /// The payload's memory; read only under the guard of the post's source. None if it is lent.
-    pub(crate) runs: Vec<RawRun>,
+    runs: Runs,
     /// Whether the payload stays where it is.
     pub(crate) is_lent: bool,
     /// Which frame of the write it is, and where its payload goes in the window.
@@ -48,21 +49,28 @@ impl FrameCut {
         version: u16,
         lender: Option<&Lender>,
     ) -> Result<Option<Self>, String> {
-        let mut runs = Vec::new();
         let Some(source) = post.read_source() else { return Ok(None) };
         let want = post.bytes.min(from + frame_bytes) - from;
         // One run is left for the head.
-        let got = source.append_runs(from, from + want, MAX_RUNS - 1, &mut runs);
-        let bytes = align(&runs, got, got == post.bytes - from, frame_bytes);
+        let (mut runs, got) = source.runs(from, from + want, MAX_RUNS - 1);
+        let last_run = match &runs {
+            Runs::Host(runs) => runs.last().map_or(0, |run| run.length()),
+            Runs::Device(runs) => runs.last().map_or(0, |run| run.length()),
+        };
+        let bytes = align(last_run, got, got == post.bytes - from, frame_bytes);
         let (extents, bytes) = cut_extents(post, from, bytes);
-        shorten(&mut runs, bytes);
+        match &mut runs {
+            Runs::Host(runs) => shorten(runs, bytes),
+            Runs::Device(runs) => shorten(runs, bytes),
+        }
         let (frame, notification) = match source.watch() {
             Some(watch) => show(watch, &extents, frame, from + bytes == post.bytes)?,
             None if frame == 0 => (0, post.notification.clone()),
             None => (frame, Bytes::new()),
         };
         let loan = lender.and_then(|lender| {
-            let lent = lender.locate(&runs, post.is_in_place)?;
+            let Runs::Host(of_host) = &runs else { return None };
+            let lent = lender.locate(of_host, post.is_in_place)?;
             let (slot, token) = source.lend(post, lender)?;
             Some(Loan { slot, token, runs: lent })
         });
@@ -71,7 +79,7 @@ impl FrameCut {
         let kind = match loan {
             Some(loan) => {
                 loan.encode(&mut table);
-                runs.clear();
+                runs = Runs::Host(Vec::new());
                 FrameKind::Lend
             }
             None => FrameKind::Data,
@@ -91,6 +99,24 @@ impl FrameCut {
         head.append(&mut table);
         let (post, is_lent) = (Arc::clone(post), kind == FrameKind::Lend);
         Ok(Some(Self { post, payload_bytes: bytes, head, runs, is_lent, frame, extents }))
+    }
+
+    /// Whether the payload lies in a device's memory.
+    pub(crate) fn is_of_device(&self) -> bool {
+        matches!(self.runs, Runs::Device(_))
+    }
+
+    /// The payload's memory, of whichever kind.
+    pub(crate) fn runs(&self) -> &Runs {
+        &self.runs
+    }
+
+    /// The payload's memory, once, for a processor to read. `None` if it is a device's.
+    pub(crate) fn take_host_runs(&mut self) -> Option<Vec<RawRun>> {
+        match &mut self.runs {
+            Runs::Host(runs) => Some(std::mem::take(runs)),
+            Runs::Device(_) => None,
+        }
     }
 }
 
@@ -112,10 +138,9 @@ fn show(watch: &dyn Leaving, extents: &[Extent], frame: u32, is_last: bool) -> R
     }
 }
 
-/// How many of the `got` bytes go into the frame: up to the last border between runs if that is in the frame's second half,
-/// else a multiple of [`CUT_BYTES`].
-fn align(runs: &[RawRun], got: u64, is_last: bool, frame_bytes: u64) -> u64 {
-    let last_run = runs.last().map_or(0, |run| run.bytes() as u64);
+/// How many of the `got` bytes, whose last run has `last_run`, go into the frame: up to the last border between runs if that is in the
+/// frame's second half, else a multiple of [`CUT_BYTES`].
+fn align(last_run: u64, got: u64, is_last: bool, frame_bytes: u64) -> u64 {
     if is_last || last_run == 0 {
         return got;
     }
@@ -152,11 +177,11 @@ fn cut_extents(post: &Post, from: u64, bytes: u64) -> (Vec<Extent>, u64) {
     (extents, at - from)
 }
 
-fn shorten(runs: &mut Vec<RawRun>, bytes: u64) {
-    let mut left = bytes as usize;
+fn shorten(runs: &mut Vec<impl Run>, bytes: u64) {
+    let mut left = bytes;
     for (at, run) in runs.iter_mut().enumerate() {
         *run = run.keep(left);
-        left -= run.bytes();
+        left -= run.length();
         if left == 0 {
             runs.truncate(at + 1);
             return;

@@ -56,6 +56,11 @@ impl EventQueue {
         full
     }
 
+    /// How many events may be added before it is full; at least as many fit as it is not full.
+    pub(crate) fn room(&self) -> usize {
+        if self.is_full() { 0 } else { self.max_events.saturating_sub(self.lock().events.len()).max(1) }
+    }
+
     pub(crate) fn limit(&self) -> usize {
         self.max_events
     }

@@ -19,6 +19,7 @@ use super::runs::RunList;
 use super::seals::{Seals, SealsSeen};
 use super::window::Window;
 use crate::api::GrantKey;
+use crate::device_memory::Flush;
 use crate::error::TransportError;
 use crate::raw::RawRun;
 use crate::watch::Landing;
@@ -40,8 +41,22 @@ pub(crate) struct Grant {
 /// Where a grant's bytes go.
 pub(crate) enum Target {
     Pages(Window),
+    /// Into memory of a device, by devices of the peer alone; `flushes` make it visible.
+    Device {
+        bytes: u64,
+        flushes: Vec<Arc<dyn Flush>>,
+    },
     /// Nowhere: they stay where they are.
     InPlace(Adopting),
+}
+
+/// Who places a frame's bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Carrier {
+    /// A thread of this side.
+    Processor,
+    /// A device of the peer: they are in place.
+    Device,
 }
 
 /// What may still be placed under a grant.
@@ -66,6 +81,7 @@ impl Grant {
     pub(crate) fn window_bytes(&self) -> u64 {
         match &self.target {
             Target::Pages(window) => window.bytes(),
+            Target::Device { bytes, .. } => *bytes,
             Target::InPlace(adopting) => adopting.bytes,
         }
     }
@@ -73,8 +89,24 @@ impl Grant {
     /// What is handed over under it, if that is in place.
     pub(super) fn adopting(&self) -> Option<&Adopting> {
         match &self.target {
-            Target::Pages(_) => None,
+            Target::Pages(_) | Target::Device { .. } => None,
             Target::InPlace(adopting) => Some(adopting),
+        }
+    }
+
+    /// Whether who carries a frame may place it here.
+    pub(super) fn takes(&self, carrier: Carrier) -> Result<(), Refusal> {
+        match (&self.target, carrier) {
+            (Target::Device { .. }, Carrier::Processor) => Err(Refusal::DeviceMemory),
+            _ => Ok(()),
+        }
+    }
+
+    /// What makes visible what devices wrote under it.
+    pub(super) fn flushes(&self) -> &[Arc<dyn Flush>] {
+        match &self.target {
+            Target::Device { flushes, .. } => flushes,
+            Target::Pages(_) | Target::InPlace(_) => &[],
         }
     }
 

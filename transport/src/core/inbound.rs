@@ -9,12 +9,13 @@ use kvferry_protocol::wire::{FrameHeader, Refusal, WireError, check_extents, dec
 
 use super::Core;
 use super::counters::Counters;
-use super::grants::{Grant, SessionKey};
+use super::grants::{Carrier, Grant, SessionKey};
 use super::planted::Planted;
 use super::progress::FrameWords;
 use super::runs::RunList;
 use super::seals::SealsSeen;
 use crate::api::Event;
+use crate::device_memory::Flush;
 use crate::ffi::MAX_RUNS;
 use crate::raw::{RawRun, advance};
 use crate::watch::Landing;
@@ -41,6 +42,7 @@ impl Inbound {
         session: SessionKey,
         header: &FrameHeader,
         table: &[u8],
+        carrier: Carrier,
         mut runs: Vec<RawRun>,
     ) -> Result<Result<Self, Refusal>, WireError> {
         let (named, notification) = decode_table(header, table)?;
@@ -51,7 +53,9 @@ impl Inbound {
             payload_bytes: header.payload_bytes.into(),
             write_bytes: header.write_bytes,
         };
-        let checked = check_extents(&named, grant.window_bytes(), words.payload_bytes)
+        let checked = grant
+            .takes(carrier)
+            .and_then(|()| check_extents(&named, grant.window_bytes(), words.payload_bytes))
             .and_then(|()| RunList::of_extents(&named).ok_or(Refusal::BadExtent))
             .and_then(|extents| grant.admit(words, notification).map(|()| extents));
         Ok(match checked {
@@ -67,6 +71,11 @@ impl Inbound {
                 Err(refusal)
             }
         })
+    }
+
+    /// What makes the frame's bytes visible once they are in place, if a device wrote them into another's memory.
+    pub(super) fn flushes(&self) -> &[Arc<dyn Flush>] {
+        self.grant.flushes()
     }
 
     /// How many bytes are missing.
@@ -96,6 +105,7 @@ impl Inbound {
             Some(watch) if self.grant.bug.is(Planted::LookUnguarded) => {
                 let watch = Arc::clone(watch);
                 drop(placing);
+                self.grant.bug.dawdle();
                 look(&*watch);
             }
             Some(watch) => look(&**watch),

@@ -18,22 +18,24 @@ mod runs;
 mod seals;
 mod superseded;
 mod window;
+mod written;
 
 pub(crate) use adopting::adopt;
 pub(crate) use counters::Counters;
 pub(crate) use cut::FrameCut;
 pub(crate) use events::EventQueue;
-pub(crate) use grants::{GrantTable, SessionKey};
+pub(crate) use grants::{Carrier, GrantTable, SessionKey};
 pub(crate) use inbound::Inbound;
-pub(crate) use outbox::{Busy, Outbox, Recall};
+pub(crate) use outbox::{Busy, Outbox, Recall, not_by_processors};
 pub(crate) use planted::Bug;
 #[cfg_attr(not(feature = "planted"), expect(unreachable_pub, reason = "exported with the feature `planted` only"))]
 pub use planted::Planted;
 pub(crate) use post::Post;
-pub(crate) use regions::RegionTable;
+pub(crate) use regions::{Entry, RegionTable};
 pub(crate) use runs::RunList;
 pub(crate) use seals::{Seals, SealsSeen};
 pub(crate) use superseded::{Superseded, is_other_start};
+pub(crate) use written::Written;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -44,8 +46,9 @@ use kvferry_protocol::{PeerId, RegionId};
 
 use adopting::Adopting;
 use grants::Target;
+use window::AnyWindow;
 
-use crate::api::{GrantKey, Memory, PostId, TransportStats};
+use crate::api::{GrantKey, Memory, MemoryKind, PostId, TransportStats};
 use crate::error::TransportError;
 use crate::share::LetGo;
 use crate::watch::Landing;
@@ -78,15 +81,35 @@ impl Core {
         self.regions.add(memory)
     }
 
+    /// Takes memory that RDMA devices have registered, of whichever kind.
+    pub(crate) fn register_beside_devices(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        match memory.kind {
+            MemoryKind::Host => self.regions.add(memory),
+            MemoryKind::Device(_) => self.regions.add_of_device(memory),
+        }
+    }
+
+    /// `by_devices` says whether the peer's devices can write here: no processor writes pages of a device.
     pub(crate) fn grant(
         &self,
         peer: &PeerId,
         session: SessionKey,
         pages: &Pages,
         watch: Option<Arc<dyn Landing>>,
+        by_devices: impl FnOnce() -> Result<(), TransportError>,
     ) -> Result<GrantKey, TransportError> {
-        let window = self.regions.window(pages, "a granted page")?;
-        self.grants.add(peer, session, Target::Pages(window), watch)
+        let target = match self.regions.window(pages, "a granted page")? {
+            AnyWindow::Host(window) => Target::Pages(window),
+            AnyWindow::Device(window) => {
+                by_devices()?;
+                if watch.is_some() {
+                    let problem = "it cannot be watched; grant it without".to_owned();
+                    return Err(TransportError::DeviceMemory { what: "a granted page", problem });
+                }
+                Target::Device { bytes: window.bytes(), flushes: self.regions.flushes(pages) }
+            }
+        };
+        self.grants.add(peer, session, target, watch)
     }
 
     /// A grant of which nothing is placed: its bytes stay where they are.

@@ -23,6 +23,12 @@ use crate::share::Lender;
 /// the other is sent; in a long one more frames only wake more threads.
 const MIN_WATCHED_BYTES: u64 = 256 << 10;
 
+/// Why no lane carries what lies in a device's memory.
+pub(crate) fn not_by_processors(what: &'static str) -> TransportError {
+    let problem = "processors carry this session's payload; stage it in host memory".to_owned();
+    TransportError::DeviceMemory { what, problem }
+}
+
 /// Why a write cannot be handed over in place.
 const NOT_LENT: &str = "its memory is not such that the peer has it mapped: allocate it as a memory file, and see the log for what the peer said";
 
@@ -63,6 +69,8 @@ struct Live {
     since: Instant,
     is_started: bool,
     is_cancelling: bool,
+    /// Why this side gave it up.
+    given_up: Option<TransportError>,
     /// The receiver has all of it, and reads it where it lies.
     is_held: bool,
     /// It was asked to let go.
@@ -106,6 +114,7 @@ impl Outbox {
                 since: Instant::now(),
                 is_started: false,
                 is_cancelling: false,
+                given_up: None,
                 is_held: false,
                 is_recalled: false,
             },
@@ -129,6 +138,13 @@ impl Outbox {
                 state.is_missed |= state.cutting > 0;
                 return None;
             };
+            if front.post.is_of_device {
+                // Such a post is taken only where a device cuts its frames; that no processor does is seen to here again.
+                let (grant, sequence) = front.key();
+                drop(state);
+                self.finish(core, grant, sequence, Err(not_by_processors("the source")));
+                continue;
+            }
             if front.post.is_in_place && !lender.is_some_and(|lender| lender.is_settled(&core.regions)) {
                 return None; // whoever takes the peer's answer calls again
             }
@@ -219,8 +235,22 @@ impl Outbox {
             if core.bug.is(Planted::PostCreditLost) {
                 state.max_posts = state.max_posts.saturating_sub(1);
             }
+            // It cannot have all of what was given up: a word that it has is about an earlier write of that number.
+            let outcome = live.given_up.map_or(outcome, Err);
             end(core, &live.post, outcome);
         }
+    }
+
+    /// Gives up a post of which nothing can carry the rest. Returns whether the receiver is to be told: its answer ends the post, with
+    /// `reason`. The source is let go only then: devices may read it meanwhile.
+    pub(crate) fn give_up(&self, grant: GrantKey, sequence: u32, reason: TransportError) -> bool {
+        let mut state = self.lock();
+        state.queue.retain(|queued| queued.key() != (grant, sequence));
+        let Some(live) = state.live.get_mut(&(grant, sequence)).filter(|live| !live.is_cancelling) else {
+            return false; // it is over, or the receiver was asked
+        };
+        (live.is_cancelling, live.is_started, live.given_up) = (true, true, Some(reason));
+        true
     }
 
     /// Ends what was not started under a grant, and stops the rest. Returns the numbers that the receiver has to be asked about.
@@ -234,13 +264,18 @@ impl Outbox {
             end(core, &live.post, Err(TransportError::Cancelled));
         }
         let mut asked = Vec::new();
-        for (key, live) in state.live.iter_mut().filter(|(key, live)| of_grant(key) && !live.is_cancelling) {
-            live.is_cancelling = true;
+        let is_meant = |(key, live): &(&(GrantKey, u32), &mut Live)| {
+            of_grant(key) && (!live.is_cancelling || live.given_up.is_some())
+        };
+        for (key, live) in state.live.iter_mut().filter(is_meant) {
             // What the receiver may read in place stays until it says that it does not.
             if !live.post.is_in_place {
                 live.post.release_source();
             }
-            asked.push(key.1);
+            // Of what was given up it was asked before.
+            if !std::mem::replace(&mut live.is_cancelling, true) {
+                asked.push(key.1);
+            }
         }
         asked.sort_unstable();
         asked
@@ -290,7 +325,11 @@ impl Outbox {
             |live: &mut Live| live.post.is_in_place && live.is_started && !core.bug.is(Planted::CutForgetsHeld);
         let kept: Vec<_> = ended.extract_if(.., is_kept).collect();
         for live in ended {
-            let outcome = if live.is_cancelling { TransportError::Cancelled } else { reason.clone() };
+            let outcome = match live.given_up {
+                Some(given_up) => given_up,
+                None if live.is_cancelling => TransportError::Cancelled,
+                None => reason.clone(),
+            };
             end(core, &live.post, Err(outcome));
         }
         kept.into_iter().map(|live| live.post).collect()
@@ -336,4 +375,108 @@ fn end(core: &Core, post: &Arc<Post>, outcome: Result<(), TransportError>) {
         core.events.push(Event::Posted { post: post.id, outcome: outcome.clone() });
     }
     core.events.push(Event::Posted { post: post.id, outcome });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::NonNull;
+    use std::time::Duration;
+
+    use bytes::Bytes;
+    use kvferry_protocol::RegionId;
+    use kvferry_protocol::pages::{Extent, Pages, Piece};
+
+    use super::*;
+    use crate::api::{Memory, MemoryKind, Source, Write};
+    use crate::core::Bug;
+    use crate::device_memory::DeviceAccess;
+
+    const BYTES: u64 = 4096;
+
+    fn core() -> Core {
+        let core = Core::new(8, 64, Bug::default());
+        // Where nothing is mapped: whoever touches it dies.
+        let address = NonNull::new(std::ptr::without_provenance_mut(4096)).unwrap();
+        let kind = MemoryKind::Device(DeviceAccess::default());
+        core.regions.add_of_device(Memory { address, bytes: BYTES as usize, kind, file: None }).unwrap();
+        core
+    }
+
+    fn add(core: &Core, outbox: &Outbox, sequence: u32) -> PostId {
+        let piece = Piece { region: RegionId::new(0), offset: 0, loops: vec![], run_bytes: BYTES };
+        let write = Write {
+            grant: GrantKey(8),
+            sequence,
+            extents: vec![Extent::contiguous(0, BYTES)],
+            source: Source::Pages(vec![Pages { bases: vec![0], pieces: vec![piece] }]),
+            notification: Bytes::new(),
+        };
+        let id = core.next_post();
+        outbox.add(core, "a", Post::new(id, &write, &core.regions, 8, 8).unwrap()).unwrap();
+        id
+    }
+
+    /// How posts ended: each with its reason.
+    fn ends(core: &Core) -> Vec<(PostId, String)> {
+        let mut events = Vec::new();
+        core.events.poll(&mut events, Duration::ZERO);
+        let end = |event| match event {
+            Event::Posted { post, outcome } => {
+                (post, outcome.map_or_else(|error| error.to_string(), |()| String::new()))
+            }
+            other => panic!("{other:?}"),
+        };
+        events.into_iter().map(end).collect()
+    }
+
+    fn reason(why: &str) -> TransportError {
+        TransportError::Refused { reason: why.to_owned() }
+    }
+
+    #[test]
+    fn a_post_that_is_given_up_ends_once_with_its_reason_whatever_the_receiver_says() {
+        let (core, outbox, grant) = (core(), Outbox::new(8), GrantKey(8));
+        for (sequence, word) in [Ok(()), Err(TransportError::Cancelled), Err(reason("another"))].into_iter().enumerate()
+        {
+            let sequence = sequence as u32;
+            let post = add(&core, &outbox, sequence);
+            assert!(outbox.give_up(grant, sequence, reason("no device")), "the receiver is told");
+            assert!(!outbox.give_up(grant, sequence, reason("later")), "once");
+            assert!(matches!(outbox.try_next_frame(BYTES, 3), Ok(None)), "nothing more of it is cut");
+            assert_eq!(ends(&core), [], "the receiver has to say");
+            outbox.finish(&core, grant, sequence, word);
+            assert_eq!(ends(&core), [(post, reason("no device").to_string())]);
+        }
+        let (cut, kept) = (add(&core, &outbox, 7), add(&core, &outbox, 8));
+        outbox.give_up(grant, 7, reason("no device"));
+        outbox.close(&core, &reason("the session ended"));
+        assert_eq!(
+            ends(&core),
+            [(cut, reason("no device").to_string()), (kept, reason("the session ended").to_string())]
+        );
+    }
+
+    #[test]
+    fn a_cancel_lets_go_of_what_was_given_up_and_asks_about_the_others() {
+        let (core, outbox, grant) = (core(), Outbox::new(8), GrantKey(8));
+        add(&core, &outbox, 0);
+        outbox.give_up(grant, 0, reason("no device"));
+        add(&core, &outbox, 1);
+        let Ok(Some(cut)) = outbox.try_next_frame(BYTES, 3) else { panic!("a frame") };
+        assert!(cut.is_of_device() && cut.post.read_source().is_some());
+        let given_up = Arc::clone(&outbox.lock().live[&(grant, 0)].post);
+        assert!(given_up.read_source().is_some(), "a device may read it");
+        assert_eq!(outbox.cancel(&core, grant), [1]);
+        assert!(given_up.read_source().is_none() && cut.post.read_source().is_none());
+    }
+
+    #[test]
+    fn a_lane_that_finds_memory_of_a_device_ends_the_post_and_goes_on() {
+        let (core, outbox) = (core(), Outbox::new(8));
+        let posts = [0, 1].map(|sequence| add(&core, &outbox, sequence));
+        assert!(outbox.next_frame(&core, BYTES, 3, None).is_none());
+        let ends = ends(&core);
+        assert_eq!(ends.iter().map(|(post, _)| *post).collect::<Vec<_>>(), posts);
+        assert!(ends.iter().all(|(_, why)| why.contains("only RDMA devices read and write")), "{ends:?}");
+    }
 }

@@ -86,8 +86,8 @@ impl Bug {
     /// Passes some time inside a lane, where a bug would be seen in it.
     #[cfg(feature = "planted")]
     pub(crate) fn dawdle(self) {
-        use Planted::{CutKeepsGrants, LaneSlow, RevokeNotWaited, RevokeSkipped, SealNotWaited};
-        let slow = [LaneSlow, RevokeSkipped, RevokeNotWaited, SealNotWaited, CutKeepsGrants];
+        use Planted::{CutKeepsGrants, LaneSlow, LookUnguarded, RevokeNotWaited, RevokeSkipped, SealNotWaited};
+        let slow = [LaneSlow, RevokeSkipped, RevokeNotWaited, SealNotWaited, CutKeepsGrants, LookUnguarded];
         if self.planted.is_some_and(|planted| slow.contains(&planted)) {
             std::thread::park_timeout(std::time::Duration::from_micros(500));
         }

@@ -8,9 +8,10 @@ use bytes::Bytes;
 use kvferry_protocol::pages::Extent;
 
 use super::regions::RegionTable;
-use super::window::Window;
+use super::window::{AnyWindow, Window};
 use crate::api::{GrantKey, PostId, Slab, Source, Write};
 use crate::error::TransportError;
+use crate::place::{DeviceRegion, DeviceRun, Runs};
 use crate::raw::RawRun;
 use crate::share::{Lender, OpenLoan};
 use crate::watch::Leaving;
@@ -29,6 +30,8 @@ pub(crate) struct Post {
     /// Where each extent begins in the stream.
     pub(crate) extent_starts: Vec<u64>,
     source: RwLock<Option<Parts>>,
+    /// Whether its source lies in a device's memory: no processor carries it.
+    pub(crate) is_of_device: bool,
     /// Whether its source has a watch.
     pub(crate) is_watched: bool,
     /// Whether its source is handed over in place: once the receiver may know of it, only the receiver's word or end ends it.
@@ -41,12 +44,27 @@ pub(crate) struct Post {
     device_is_done: Condvar,
 }
 
-/// The parts of a source, each with its place in the stream, and who watches them leave.
-struct Parts(Vec<(u64, Part)>, Option<Arc<dyn Leaving>>);
+/// The parts of a source, and who watches them leave.
+struct Parts(Stretches, Option<Arc<dyn Leaving>>);
+
+/// Each part with its place in the stream; all of them in one kind of memory.
+enum Stretches {
+    Host(Vec<(u64, Part)>),
+    Device(Vec<(u64, Window<DeviceRegion>)>),
+}
 
 enum Part {
     Window(Window),
     Slab(Arc<dyn Slab>),
+}
+
+/// A part of a source in one kind of memory.
+trait Stretch {
+    type Run;
+
+    fn bytes(&self) -> u64;
+
+    fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<Self::Run>) -> u64;
 }
 
 impl fmt::Debug for Post {
@@ -92,6 +110,7 @@ impl Post {
             let what = "the source, against the bytes that its extents hold".to_owned();
             return Err(TransportError::Range { what, start: 0, end: source_bytes, limit: bytes });
         }
+        let is_of_device = matches!(parts.0, Stretches::Device(_));
         Ok(Self {
             id,
             grant: write.grant,
@@ -101,6 +120,7 @@ impl Post {
             extents: write.extents.clone(),
             extent_starts,
             source: RwLock::new(Some(parts)),
+            is_of_device,
             is_watched: false,
             is_in_place: false,
             loan: OnceLock::new(),
@@ -122,11 +142,12 @@ impl Post {
     /// The slabs that the source reads, to keep them beyond the post's end; `None` if it ended.
     pub(crate) fn slabs(&self) -> Option<Vec<Arc<dyn Slab>>> {
         let source = self.source.read().unwrap_or_else(PoisonError::into_inner);
-        let parts = source.as_ref()?.0.iter().filter_map(|(_, part)| match part {
+        let Stretches::Host(parts) = &source.as_ref()?.0 else { return Some(Vec::new()) };
+        let slabs = parts.iter().filter_map(|(_, part)| match part {
             Part::Window(_) => None,
             Part::Slab(slab) => Some(Arc::clone(slab)),
         });
-        Some(parts.collect())
+        Some(slabs.collect())
     }
 
     /// Permits to read the source while the result is held: for one system call. `None` after the post's end.
@@ -187,57 +208,100 @@ impl Reading<'_> {
         loan.as_ref().map(|loan| (loan.slot, loan.token))
     }
 
-    /// Appends the memory of bytes `from..to`, until `out` has `max_runs`. Returns how many bytes were appended.
-    pub(crate) fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
-        let Some(parts) = self.0.as_ref() else { return 0 };
-        let mut at = from;
-        let first = parts.0.partition_point(|(start, _)| *start <= from).saturating_sub(1);
-        for (start, part) in &parts.0[first..] {
-            if at >= to || out.len() >= max_runs {
-                break;
+    /// The memory of bytes `from..to`, as far as `max_runs` runs go, and how many bytes that is.
+    pub(crate) fn runs(&self, from: u64, to: u64, max_runs: usize) -> (Runs, u64) {
+        match self.0.as_ref().map(|parts| &parts.0) {
+            None => (Runs::Host(Vec::new()), 0),
+            Some(Stretches::Host(parts)) => {
+                let mut runs = Vec::new();
+                let bytes = append_runs(parts, from, to, max_runs, &mut runs);
+                (Runs::Host(runs), bytes)
             }
-            let part_end = start + part.bytes();
-            let (part_from, part_to) = (at - start, to.min(part_end) - start);
-            let got = part.append_runs(part_from, part_to, max_runs, out);
-            at += got;
-            if got < part_to - part_from {
-                break;
+            Some(Stretches::Device(parts)) => {
+                let mut runs = Vec::new();
+                let bytes = append_runs(parts, from, to, max_runs, &mut runs);
+                (Runs::Device(runs), bytes)
             }
         }
-        at - from
     }
+
+    /// Appends the memory of bytes `from..to`, until `out` has `max_runs`; nothing of a device's. Returns how many bytes were appended.
+    pub(crate) fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<RawRun>) -> u64 {
+        let Some(Parts(Stretches::Host(parts), _)) = self.0.as_ref() else { return 0 };
+        append_runs(parts, from, to, max_runs, out)
+    }
+}
+
+fn append_runs<S: Stretch>(parts: &[(u64, S)], from: u64, to: u64, max_runs: usize, out: &mut Vec<S::Run>) -> u64 {
+    let mut at = from;
+    let first = parts.partition_point(|(start, _)| *start <= from).saturating_sub(1);
+    for (start, part) in &parts[first..] {
+        if at >= to || out.len() >= max_runs {
+            break;
+        }
+        let part_end = start + part.bytes();
+        let (part_from, part_to) = (at - start, to.min(part_end) - start);
+        let got = part.append_runs(part_from, part_to, max_runs, out);
+        at += got;
+        if got < part_to - part_from {
+            break;
+        }
+    }
+    at - from
 }
 
 impl Parts {
     fn new(source: &Source, regions: &RegionTable) -> Result<Self, TransportError> {
-        let mut parts = Vec::new();
+        let pages = match source {
+            Source::Pages(pages) => pages,
+            Source::Packed(slab) => return Ok(Self(Stretches::Host(vec![(0, Part::Slab(Arc::clone(slab)))]), None)),
+        };
+        let (mut of_host, mut of_device) = (Vec::new(), Vec::new());
         let mut start = 0u64;
-        match source {
-            Source::Pages(pages) => {
-                for pages in pages {
-                    let part = Part::Window(regions.window(pages, "a source page")?);
-                    let bytes = part.bytes();
-                    if bytes > 0 {
-                        parts.push((start, part));
-                    }
-                    start = start.checked_add(bytes).ok_or(TransportError::Limit {
-                        what: "bytes of a source",
-                        found: u64::MAX,
-                        limit: u64::MAX,
-                    })?;
-                }
+        for pages in pages {
+            let window = regions.window(pages, SOURCE)?;
+            let bytes = match &window {
+                AnyWindow::Host(window) => window.bytes(),
+                AnyWindow::Device(window) => window.bytes(),
+            };
+            match window {
+                _ if bytes == 0 => {}
+                AnyWindow::Host(window) => of_host.push((start, Part::Window(window))),
+                AnyWindow::Device(window) => of_device.push((start, window)),
             }
-            Source::Packed(slab) => parts.push((0, Part::Slab(Arc::clone(slab)))),
+            start = start.checked_add(bytes).ok_or(TransportError::Limit {
+                what: "bytes of a source",
+                found: u64::MAX,
+                limit: u64::MAX,
+            })?;
         }
-        Ok(Self(parts, None))
+        match (of_host.is_empty(), of_device.is_empty()) {
+            (_, true) => Ok(Self(Stretches::Host(of_host), None)),
+            (true, false) => Ok(Self(Stretches::Device(of_device), None)),
+            (false, false) => {
+                let problem = "and other pages of it are the host's: use one write for each kind".to_owned();
+                Err(TransportError::DeviceMemory { what: SOURCE, problem })
+            }
+        }
     }
 
     fn bytes(&self) -> u64 {
-        self.0.last().map_or(0, |(start, part)| start + part.bytes())
+        fn end(parts: &[(u64, impl Stretch)]) -> u64 {
+            parts.last().map_or(0, |(start, part)| start + part.bytes())
+        }
+        match &self.0 {
+            Stretches::Host(parts) => end(parts),
+            Stretches::Device(parts) => end(parts),
+        }
     }
 }
 
-impl Part {
+/// What a source's pages are called in errors.
+const SOURCE: &str = "a source page";
+
+impl Stretch for Part {
+    type Run = RawRun;
+
     fn bytes(&self) -> u64 {
         match self {
             Self::Window(window) => window.bytes(),
@@ -255,5 +319,17 @@ impl Part {
                 run.bytes() as u64
             }
         }
+    }
+}
+
+impl Stretch for Window<DeviceRegion> {
+    type Run = DeviceRun;
+
+    fn bytes(&self) -> u64 {
+        Window::bytes(self)
+    }
+
+    fn append_runs(&self, from: u64, to: u64, max_runs: usize, out: &mut Vec<DeviceRun>) -> u64 {
+        Window::append_runs(self, from, to, max_runs, out)
     }
 }

@@ -16,7 +16,7 @@ use super::{FaultPlan, LoopbackConfig, Network};
 use crate::api::{
     Capabilities, Event, GrantKey, Memory, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
-use crate::core::{Bug, Core, Post, Superseded, is_other_start};
+use crate::core::{Bug, Core, Post, Superseded, is_other_start, not_by_processors};
 use crate::credentials::Credentials;
 use crate::error::TransportError;
 use crate::watch::{Landing, Leaving};
@@ -26,7 +26,7 @@ const MAX_EXTENTS: usize = 1 << 16;
 
 /// An endpoint of a [`LoopbackNetwork`](super::LoopbackNetwork). Dropping it shuts it down.
 pub struct Loopback {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     mover: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -224,12 +224,14 @@ impl Transport for Loopback {
 
     fn grant(&self, peer: &PeerId, pages: Pages) -> Result<GrantKey, TransportError> {
         let end = self.shared.end(peer)?;
-        self.shared.core.grant(peer, end.local_session, &pages, None)
+        self.shared.core.grant(peer, end.local_session, &pages, None, || Err(not_by_processors("a granted page")))
     }
 
     fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
         let end = self.shared.end(peer)?;
-        self.shared.core.grant(peer, end.local_session, &pages, Some(watch))
+        self.shared
+            .core
+            .grant(peer, end.local_session, &pages, Some(watch), || Err(not_by_processors("a granted page")))
     }
 
     fn revoke(&self, grant: GrantKey) {

@@ -8,6 +8,8 @@ mod endpoint;
 mod faults;
 mod link;
 mod mover;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

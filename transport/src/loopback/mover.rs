@@ -11,7 +11,7 @@ use super::faults::{Dice, Faults};
 use super::link::End;
 use super::{FaultPlan, Network};
 use crate::api::{Event, PathKind, PathReport, PeerAddress};
-use crate::core::{Counters, FrameCut, Inbound};
+use crate::core::{Carrier, Counters, FrameCut, Inbound};
 use crate::error::TransportError;
 use crate::raw::{self, RawRun, advance};
 
@@ -28,6 +28,8 @@ const VERSION: u16 = 1;
 struct Held {
     end: Arc<End>,
     cut: FrameCut,
+    /// The cut's payload.
+    runs: Vec<RawRun>,
     faults: Faults,
     after: u32,
 }
@@ -169,10 +171,12 @@ impl Mover {
             return false;
         }
         let (core, frame_bytes) = (&end.local.core, end.local.config.frame_bytes);
-        let Some(cut) = end.outbox.next_frame(core, frame_bytes, VERSION, None) else { return false };
+        let Some(mut cut) = end.outbox.next_frame(core, frame_bytes, VERSION, None) else { return false };
+        // The outbox gives out no payload of a device's.
+        let Some(runs) = cut.take_host_runs() else { return true };
         let faults = self.dice.draw();
         let (end, after) = (Arc::clone(end), faults.delay);
-        let held = Held { end, cut, faults, after };
+        let held = Held { end, cut, runs, faults, after };
         if after > 0 {
             self.held.push(held);
         } else {
@@ -197,16 +201,14 @@ impl Mover {
     }
 
     fn carry(&mut self, held: Held) {
-        let Held { end, mut cut, faults, .. } = held;
-        let runs = cut.runs.clone();
-        self.carry_once(&end, &mut cut, faults, false);
+        let Held { end, cut, runs, faults, .. } = held;
+        self.carry_once(&end, &cut, runs.clone(), faults, false);
         if faults.duplicate {
-            cut.runs = runs;
-            self.carry_once(&end, &mut cut, Faults::default(), true);
+            self.carry_once(&end, &cut, runs, Faults::default(), true);
         }
     }
 
-    fn carry_once(&mut self, end: &Arc<End>, cut: &mut FrameCut, faults: Faults, is_copy: bool) {
+    fn carry_once(&mut self, end: &Arc<End>, cut: &FrameCut, mut runs: Vec<RawRun>, faults: Faults, is_copy: bool) {
         let (local, remote) = (&end.local.core, &end.remote.core);
         let refuse = |refusal: Refusal| {
             Counters::add(&remote.counters.refused_writes, 1);
@@ -225,7 +227,7 @@ impl Mover {
         };
         let cut_at = if faults.cut { inbound.left() / 2 } else { 0 };
         let mut flip_at = faults.flip.map(|at| at % inbound.left());
-        let mut runs = &mut cut.runs[..];
+        let mut runs = &mut runs[..];
         while inbound.left() > cut_at {
             let Some(reading) = cut.post.read_source() else { return };
             let placed = inbound.place(|to| {
@@ -263,7 +265,7 @@ impl Mover {
         let scratch = std::mem::take(&mut self.scratch);
         let admitted = FrameHeader::decode(header, VERSION).and_then(|header| {
             header.check_table(table)?;
-            Inbound::admit(&end.remote.core, end.remote_session, &header, table, scratch)
+            Inbound::admit(&end.remote.core, end.remote_session, &header, table, Carrier::Processor, scratch)
         });
         // What this process encoded decodes; if not, the write is refused like any that makes no sense.
         admitted.unwrap_or(Err(Refusal::Inconsistent))

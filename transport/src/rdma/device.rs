@@ -9,8 +9,9 @@ use rdma_sys::{IBV_PORT_ACTIVE, Verbs, ibv_device_attr, ibv_port_attr};
 use super::config::RdmaConfig;
 use super::device_memory::DeviceMemory;
 use super::error::RdmaError;
-use super::ffi::{CompletionChannel, Context, DeviceList, ProtectionDomain};
+use super::ffi::{CompletionChannel, Context, DeviceList, MemoryRegion, ProtectionDomain};
 use super::gid::{GidChoice, choose_gid, read_gids};
+use super::memory::{Registrar, Registration, Stretch};
 
 const LINK_LAYER_INFINIBAND: u8 = 1;
 
@@ -20,6 +21,23 @@ pub(crate) struct Rail {
     pub(crate) domain: Arc<ProtectionDomain>,
     pub(crate) channel: Arc<CompletionChannel>,
     pub(crate) facts: PortFacts,
+}
+
+impl Registrar for Rail {
+    fn register(&self, stretch: &Stretch<'_>) -> Result<Registration, RdmaError> {
+        let PortFacts { device, device_memory, .. } = &self.facts;
+        let refused = |problem| RdmaError::DeviceMemory { device: device.clone(), problem };
+        let registered = match *stretch {
+            Stretch::Host(run) => MemoryRegion::new(&self.domain, run, true).map_err(|error| {
+                failed(device, &format!("reg_mr of {} bytes at {:#x}", run.bytes(), run.start().addr()), error)
+            }),
+            Stretch::DmaBuf { run, file, offset } => MemoryRegion::of_dma_buf(&self.domain, run, file, offset)
+                .map_err(|error| refused(device_memory.why_no_dma_buf(run.bytes, &error))),
+            Stretch::PeerMemory(run) => MemoryRegion::of_peer_memory(&self.domain, run)
+                .map_err(|error| refused(device_memory.why_no_peer_memory(run.bytes, &error))),
+        };
+        registered.map(Registration::from)
+    }
 }
 
 /// What is known of a port.

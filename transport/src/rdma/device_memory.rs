@@ -27,6 +27,49 @@ impl DeviceMemory {
     }
 }
 
+impl DeviceMemory {
+    /// Why a dma-buf of so many bytes was not registered.
+    pub(super) fn why_no_dma_buf(&self, bytes: u64, error: &io::Error) -> String {
+        match &self.dma_buf {
+            Ok(()) => format!(
+                "its driver takes dma-bufs, but not {bytes} bytes of this one ({error}): see that it holds them, and that the two devices reach each other \
+                 (one PCIe root, no IOMMU between)"
+            ),
+            Err(why) => format!("{why}, and {bytes} bytes were to be registered by one; {}", self.other_way()),
+        }
+    }
+
+    fn other_way(&self) -> &'static str {
+        match self.peer_memory {
+            Ok(()) => "register it without a dma-buf: a module for that is loaded",
+            Err(_) => "or load nvidia_peermem and register it without a dma-buf",
+        }
+    }
+
+    /// Why so many bytes were not registered by their address.
+    pub(super) fn why_no_peer_memory(&self, bytes: u64, error: &io::Error) -> String {
+        let way = match (&self.peer_memory, &self.dma_buf) {
+            (Err(why), Ok(())) => format!("{why}, but its driver takes dma-bufs: export one"),
+            (Err(why), Err(neither)) => format!("{why}, and {neither}; stage it in host memory"),
+            (Ok(()), _) => {
+                "a module for it is loaded, but does not know the address, or the two devices do not reach each other"
+                    .to_owned()
+            }
+        };
+        format!("{bytes} bytes by their address ({error}): {way}")
+    }
+
+    /// By which ways it registers memory of a device, in words; else why by none.
+    pub fn ways(&self) -> Result<String, String> {
+        match (&self.dma_buf, &self.peer_memory) {
+            (Ok(()), Ok(())) => Ok("by a dma-buf or by its address (peer memory)".to_owned()),
+            (Ok(()), Err(_)) => Ok("by a dma-buf".to_owned()),
+            (Err(why), Ok(())) => Ok(format!("by its address (peer memory); by a dma-buf not: {why}")),
+            (Err(dma_buf), Err(peer)) => Err(format!("dma-buf: {dma_buf}; peer memory: {peer}")),
+        }
+    }
+}
+
 /// Reads the answer to a registration of a dma-buf that does not exist.
 fn dma_buf(answer: Option<io::Error>) -> Result<(), String> {
     let Some(error) = answer else {
@@ -62,6 +105,28 @@ mod tests {
         }
         assert!(answer(libc::EPERM).unwrap_err().contains("says"));
         assert!(dma_buf(None).unwrap_err().contains("rdma-core 34"));
+    }
+
+    #[test]
+    fn who_is_refused_hears_what_the_card_said_and_which_way_is_left() {
+        let (no_dma, no_peer) = (Err("no dma".to_owned()), Err("no module".to_owned()));
+        let facts = |dma_buf: &Result<(), String>, peer_memory: &Result<(), String>| DeviceMemory {
+            dma_buf: dma_buf.clone(),
+            peer_memory: peer_memory.clone(),
+        };
+        let error = io::Error::from_raw_os_error(libc::EFAULT);
+        for (name, dma_buf, peer_memory, by_dma_buf, by_address) in [
+            ("both", &Ok(()), &Ok(()), "reach each other", "does not know the address"),
+            ("dma-buf only", &Ok(()), &no_peer, "reach each other", "export one"),
+            ("address only", &no_dma, &Ok(()), "register it without a dma-buf", "does not know the address"),
+            ("neither", &no_dma, &no_peer, "load nvidia_peermem", "stage it in host memory"),
+        ] {
+            let facts = facts(dma_buf, peer_memory);
+            let (dma_buf, address) = (facts.why_no_dma_buf(77, &error), facts.why_no_peer_memory(77, &error));
+            assert!(dma_buf.contains(by_dma_buf) && dma_buf.contains("77 bytes"), "{name}: {dma_buf}");
+            assert!(address.contains(by_address) && address.contains("77 bytes"), "{name}: {address}");
+            assert_eq!(facts.ways().is_err(), name == "neither", "{name}: {:?}", facts.ways());
+        }
     }
 
     #[test]

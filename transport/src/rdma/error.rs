@@ -51,6 +51,14 @@ pub enum RdmaError {
         #[source]
         source: Arc<io::Error>,
     },
+    /// Memory of another device that a card does not register.
+    #[error("{device} registers no such memory of a device: {problem}")]
+    DeviceMemory {
+        /// The card.
+        device: String,
+        /// What it said, and how to mend it.
+        problem: String,
+    },
     /// The peer's parameters do not fit.
     #[error("the peer's queue pairs do not fit: {problem}")]
     Parameters {

@@ -4,6 +4,8 @@
 //! which takes `&mut` for its scratch space.
 #![expect(unsafe_code, reason = "calls into libibverbs")]
 
+mod memory_region;
+
 use std::ffi::{CStr, c_int};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,13 +13,14 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 use rdma_sys::{
-    IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_REMOTE_WRITE, Verbs, ibv_comp_channel, ibv_context,
-    ibv_cq, ibv_device, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr,
-    ibv_recv_wr, ibv_send_wr, ibv_sge, ibv_wc, inline,
+    IBV_ACCESS_LOCAL_WRITE, Verbs, ibv_comp_channel, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_pd,
+    ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr, ibv_recv_wr, ibv_send_wr, ibv_sge, ibv_wc, inline,
 };
 
 use crate::api::{Memory, MemoryKind};
-use crate::raw::{RawRun, Region};
+use crate::raw::Region;
+
+pub(crate) use self::memory_region::MemoryRegion;
 
 /// A call's result: 0 or an errno.
 fn check(errno: c_int) -> io::Result<()> {
@@ -174,51 +177,6 @@ impl Drop for ProtectionDomain {
     fn drop(&mut self) {
         // SAFETY: everything made in it holds it, so it is the last.
         let _ = unsafe { self.context.verbs.ibv_dealloc_pd(self.raw.as_ptr()) };
-    }
-}
-
-/// Memory that a device may read, and that its peers may write.
-pub(crate) struct MemoryRegion {
-    domain: Arc<ProtectionDomain>,
-    raw: NonNull<ibv_mr>,
-    pub(crate) local_key: u32,
-    pub(crate) remote_key: u32,
-}
-
-// SAFETY: libibverbs locks what it shares.
-unsafe impl Send for MemoryRegion {}
-// SAFETY: as above.
-unsafe impl Sync for MemoryRegion {}
-
-impl MemoryRegion {
-    /// Registers a run of a region's memory, for writes by peers too if `is_target`. It stays registered while this lives.
-    pub(crate) fn new(domain: &Arc<ProtectionDomain>, run: RawRun, is_target: bool) -> io::Result<Self> {
-        let access = IBV_ACCESS_LOCAL_WRITE | if is_target { IBV_ACCESS_REMOTE_WRITE } else { 0 };
-        let verbs = &domain.context.verbs;
-        let (start, bytes) = (run.start().cast(), run.bytes());
-        let raw = if verbs.has_optional_access() {
-            // A device that cannot relax the order of writes ignores the flag.
-            let access = access | IBV_ACCESS_RELAXED_ORDERING;
-            // SAFETY: the run is mapped until its transport is dropped, and this is dropped before; who may touch it while a device
-            // does is what grants and posts settle (see `raw`).
-            unsafe { verbs.ibv_reg_mr_iova2(domain.raw.as_ptr(), start, bytes, start as u64, access) }
-        } else {
-            // SAFETY: as above. The flags fit.
-            unsafe { verbs.ibv_reg_mr(domain.raw.as_ptr(), start, bytes, access as c_int) }
-        };
-        let raw = object(raw)?;
-        // SAFETY: a live region, whose keys do not change.
-        let local_key = unsafe { (*raw.as_ptr()).lkey };
-        // SAFETY: as above.
-        let remote_key = unsafe { (*raw.as_ptr()).rkey };
-        Ok(Self { domain: Arc::clone(domain), raw, local_key, remote_key })
-    }
-}
-
-impl Drop for MemoryRegion {
-    fn drop(&mut self) {
-        // SAFETY: registered, and not dropped before.
-        let _ = unsafe { self.domain.context.verbs.ibv_dereg_mr(self.raw.as_ptr()) };
     }
 }
 
@@ -512,7 +470,8 @@ impl Slots {
         let address = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or(io::ErrorKind::OutOfMemory)?;
         let mut slots = Self { address, layout, slot_bytes, regions: Vec::new() };
         let memory = Memory { address, bytes, kind: MemoryKind::Host, file: None };
-        let run = Region::new(&memory).run(0, bytes as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        let run = Region::of(&memory).and_then(|region| region.run(0, bytes as u64));
+        let run = run.ok_or(io::ErrorKind::InvalidInput)?;
         for domain in domains {
             slots.regions.push(MemoryRegion::new(domain, run, are_targets)?);
         }

@@ -158,7 +158,13 @@ impl Hardware {
     pub(super) fn pattern_keys(&self) -> RegionKeys {
         let bytes = (self.pairs.len().saturating_sub(1) * LANE_PATTERN_BYTES) as u64;
         let keys = self.pattern_target.regions().iter().map(|region| region.remote_key).collect();
-        RegionKeys { address: self.pattern_target.address(), bytes, piece_bytes: bytes.max(1), pieces: vec![keys] }
+        RegionKeys {
+            address: self.pattern_target.address(),
+            bytes,
+            piece_bytes: bytes.max(1),
+            is_device: false,
+            pieces: vec![keys],
+        }
     }
 
     /// Lays out the own test pattern; gives its address.

@@ -18,7 +18,9 @@ use super::machine::{MAX_PAYLOAD_LANES, Machine, MachineConfig, MachineCounts, M
 use super::memory::{PeerMemory, RegionKeys, Registered};
 use super::proof::LANE_PATTERN_BYTES;
 use super::work::{Completion, Fault, Key, Order, Run};
-use crate::raw::{RawRun, Region};
+use crate::api::Memory;
+use crate::place::DeviceRun;
+use crate::raw::RawRun;
 
 /// The devices of one endpoint and the memory that is registered on them.
 pub(crate) struct Adapter {
@@ -47,9 +49,9 @@ impl Adapter {
         self.rails.iter().map(|rail| &rail.facts)
     }
 
-    /// Registers a region on all rails; gives its index, by which peers name it.
-    pub(crate) fn register(&self, region: Region) -> Result<usize, RdmaError> {
-        self.memory.add(&self.rails, region)
+    /// Registers memory of any kind on all rails; gives its index, by which peers name it.
+    pub(crate) fn register(&self, memory: &Memory) -> Result<usize, RdmaError> {
+        self.memory.add(&self.rails, memory)
     }
 
     /// What a peer must know of a region to write into it.
@@ -61,7 +63,20 @@ impl Adapter {
     pub(crate) fn locate(&self, runs: &[RawRun], pieces: &mut Vec<(Key, u64, u64)>) -> Result<(), RdmaError> {
         for run in runs {
             let (address, bytes) = (run.start() as u64, run.bytes() as u64);
-            self.memory.locate(address, bytes, |key, address, bytes| pieces.push((key, address, bytes)))?;
+            self.memory.locate(false, address, bytes, |key, address, bytes| pieces.push((key, address, bytes)))?;
+        }
+        Ok(())
+    }
+
+    /// The same of a device's memory.
+    pub(crate) fn locate_of_device(
+        &self,
+        runs: &[DeviceRun],
+        pieces: &mut Vec<(Key, u64, u64)>,
+    ) -> Result<(), RdmaError> {
+        for run in runs {
+            let piece = |key, address, bytes| pieces.push((key, address, bytes));
+            self.memory.locate(true, run.address, run.bytes, piece)?;
         }
         Ok(())
     }

@@ -55,10 +55,10 @@ impl RailsParameters {
 }
 
 impl RegionKeys {
-    /// As bytes: version, rails, two zeros, pieces, address, bytes, piece_bytes, then of each piece each rail's key.
+    /// As bytes: version, rails, 1 if it is a device's memory and else 0, a zero, pieces, address, bytes, piece_bytes, then of each piece each rail's key.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let rails = self.pieces.first().map_or(0, Vec::len);
-        let mut bytes = vec![VERSION, rails as u8, 0, 0];
+        let mut bytes = vec![VERSION, rails as u8, self.is_device.into(), 0];
         bytes.extend((self.pieces.len() as u32).to_le_bytes());
         for number in [self.address, self.bytes, self.piece_bytes] {
             bytes.extend(number.to_le_bytes());
@@ -70,7 +70,9 @@ impl RegionKeys {
     /// Reads what [`encode`](Self::encode) wrote. Whether the pieces fit the length is seen when it is added to a peer's memory.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, RdmaError> {
         let mut reader = Reader(bytes);
-        let [version, rails, 0, 0] = reader.take()? else { return malformed("a region of another version") };
+        let [version, rails, is_device @ (0 | 1), 0] = reader.take()? else {
+            return malformed("a region of another version");
+        };
         let pieces = reader.u32()? as usize;
         if version != VERSION || !(1..=MAX_RAILS).contains(&rails.into()) || pieces > MAX_PEER_PIECES {
             return malformed("a region of another version, or with more rails or pieces than can be");
@@ -81,7 +83,7 @@ impl RegionKeys {
         }
         let mut piece = || (0..rails).map(|_| reader.u32()).collect::<Result<Vec<_>, _>>();
         let pieces = (0..pieces).map(|_| piece()).collect::<Result<_, _>>()?;
-        Ok(Self { address, bytes: region_bytes, piece_bytes, pieces })
+        Ok(Self { address, bytes: region_bytes, piece_bytes, is_device: is_device == 1, pieces })
     }
 }
 
@@ -125,7 +127,7 @@ mod tests {
 
     fn keys() -> RegionKeys {
         let pieces = vec![vec![1, 2], vec![3, u32::MAX]];
-        RegionKeys { address: 1 << 40, bytes: 3000, piece_bytes: 2000, pieces }
+        RegionKeys { address: 1 << 40, bytes: 3000, piece_bytes: 2000, is_device: false, pieces }
     }
 
     #[test]
@@ -138,6 +140,9 @@ mod tests {
         let bytes = keys().encode();
         assert_eq!(RegionKeys::decode(&bytes).unwrap(), keys());
         assert_eq!((&bytes[..13], bytes.len()), (&b"\x01\x02\0\0\x02\0\0\0\0\0\0\0\0"[..], 32 + 16));
+        let of_device = RegionKeys { is_device: true, ..keys() };
+        let bytes = of_device.encode();
+        assert_eq!((&bytes[..4], RegionKeys::decode(&bytes).unwrap()), (&b"\x01\x02\x01\0"[..], of_device));
     }
 
     proptest! {

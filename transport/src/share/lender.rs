@@ -13,7 +13,7 @@ use kvferry_protocol::wire::{BOARD, LentRun, MAX_LENT_RUNS, Reach, Share, TETHER
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::board::{Board, OpenLoan};
-use crate::core::RegionTable;
+use crate::core::{Entry, RegionTable};
 use crate::raw::RawRun;
 
 pub(crate) struct Lender {
@@ -121,8 +121,10 @@ impl Lender {
         }
         loop {
             let id = told.regions;
-            let (region, file) = regions.entry(RegionId::new(id))?;
+            let entry = regions.entry(RegionId::new(id))?;
             told.regions += 1;
+            // Memory of a device is nothing that a processor of the peer could read.
+            let Entry::Host { region, file } = entry else { continue };
             let share = |reach| Share { region: id, bytes: region.bytes(), reach, proof: 0 };
             match file {
                 Some(file) if self.by_descriptor => {
@@ -152,7 +154,7 @@ impl Lender {
         if id >= self.told.lock().unwrap_or_else(PoisonError::into_inner).regions {
             return; // it answers what was not said
         }
-        let Some((region, file)) = regions.entry(RegionId::new(id)) else { return };
+        let Some(Entry::Host { region, file }) = regions.entry(RegionId::new(id)) else { return };
         let at = ready.regions.partition_point(|known| known.start < region.start());
         if ready.regions.iter().all(|known| known.region != id) {
             let is_mapped = self.by_descriptor && file.is_some();

@@ -10,6 +10,8 @@ use std::sync::atomic::AtomicU64;
 
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+#[cfg(any(test, feature = "testing"))]
+use rustix::mm::{MprotectFlags, mprotect};
 
 use crate::raw::RawRun;
 
@@ -88,6 +90,19 @@ impl Mapping {
     pub(crate) fn atomics(&self) -> &[std::sync::atomic::AtomicU8] {
         // SAFETY: the mapping is as long as that and lives as long as `self`; atomics may be shared with whoever writes.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.bytes) }
+    }
+
+    /// Takes the processors' access away: whoever touches it from here on dies, and a device that has it registered does not.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn forbid(&self) -> io::Result<()> {
+        // SAFETY: the whole mapping, which is this; nobody holds a reference into it (`atomics` is for who did not forbid it).
+        unsafe { mprotect(self.start.as_ptr().cast(), self.bytes, MprotectFlags::empty()) }.map_err(io::Error::from)
+    }
+
+    /// The first byte's address.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
     }
 
     /// Word `index` of the mapping.

@@ -1,11 +1,11 @@
-//! A session that is there and not told yet: its RDMA path is being proved, or it has none.
+//! A session that is there and not told yet: its RDMA path is being proved, or its link over UCX is being made, if it has one.
 //!
 //! Nothing is told before that: the path that `Event::Up` reports is the one that is taken. Meanwhile nobody can post or grant; a
 //! peer that is quicker may send a message already, which stays in its socket.
 
 use std::sync::Arc;
 
-use kvferry_protocol::wire::PeerIdentity;
+use kvferry_protocol::wire::{FrameHeader, FrameKind, PeerIdentity};
 
 use super::calls::Bell;
 use super::driver::Driver;
@@ -14,6 +14,7 @@ use super::session::Session;
 use super::stream::Stream;
 use crate::api::{Event, PathKind, PeerAddress};
 use crate::core::{Counters, SessionKey};
+use crate::error::TransportError;
 
 pub(crate) struct Coming {
     pub(crate) identity: PeerIdentity,
@@ -35,6 +36,47 @@ impl Driver<'_> {
                 coming.choice.without_device(reason);
             }
         }
+        self.link(session);
+    }
+
+    /// Makes a session's link over UCX, if that was chosen: tells the peer how to reach it. Else the session begins.
+    pub(super) fn link(&mut self, key: SessionKey) {
+        let Some(control) = self.live.get_mut(&key) else { return };
+        let Some(coming) = &control.coming else { return };
+        let is_chosen = coming.choice.report(coming.are_unix).kind == PathKind::Ucx;
+        let Some(ucx) = self.shared.ucx.as_ref().filter(|_| is_chosen) else { return self.begin(key) };
+        let session = Arc::clone(&control.session);
+        let (lane, body) = match ucx.open(&session) {
+            Ok(opened) => opened,
+            Err(error) => {
+                let _ = session.queue_control(FrameHeader::empty(FrameKind::Card), &[], usize::MAX);
+                return self.linked(key, Err(error.to_string()));
+            }
+        };
+        let header = FrameHeader::with_body(FrameKind::Card, &body);
+        // Nobody can say much to a peer before its session is told.
+        let _ = session.queue_control(header, &body, usize::MAX);
+        let early = control.card.take().map(|card| lane.take_card(card));
+        // Nobody else gives it one.
+        let _ = session.ucx.set(lane);
+        match early {
+            Some(Err(error)) => {
+                let reason = TransportError::Protocol { peer: session.name.clone(), problem: error.to_string() };
+                let word = reason.to_string();
+                self.end_session(key, reason, Some(&word));
+            }
+            _ => self.serve(key),
+        }
+    }
+
+    /// A session's link over UCX is ready, or cannot be made and its lanes carry the payload.
+    pub(super) fn linked(&mut self, session: SessionKey, outcome: Result<(), String>) {
+        let Some(control) = self.live.get_mut(&session) else { return };
+        let Some(coming) = &mut control.coming else { return };
+        if let Err(reason) = outcome {
+            tracing::warn!(peer = %control.session.peer, reason, "no UCX: payload goes over TCP lanes");
+            coming.choice.without_ucx(reason);
+        }
         self.begin(session);
     }
 
@@ -46,7 +88,9 @@ impl Driver<'_> {
         let Coming { identity, choice, streams, are_unix, is_tls } = *coming;
         let session = Arc::clone(&control.session);
         let path = choice.report(are_unix);
-        self.open_ucx(&session, path.kind == PathKind::Ucx);
+        if let Some(reason) = path.why_not_by_device() {
+            session.set_not_by_device(reason);
+        }
         shared.core.grants.open_session(session.key);
         let (peer, taken, not) = (session.peer.clone(), path.taken(), path.not_taken());
         let in_place = session.is_in_place;

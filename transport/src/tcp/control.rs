@@ -27,6 +27,8 @@ pub(crate) struct Control {
     pub(crate) session: Arc<Session>,
     /// Until the session is told.
     pub(crate) coming: Option<Box<Coming>>,
+    /// The peer's card for UCX, if it came before this side's end was made.
+    pub(crate) card: Option<Vec<u8>>,
     stream: Stream,
     input: Vec<u8>,
     /// The header of the frame whose body is being read.
@@ -58,6 +60,7 @@ impl Control {
         Self {
             session,
             coming: Some(Box::new(coming)),
+            card: None,
             stream,
             input: Vec::new(),
             header: None,
@@ -232,16 +235,11 @@ impl Control {
                     .ok_or_else(|| self.wrong("a word of a path that is not taken".to_owned()))?
                     .hear(session.key, word);
             }
-            FrameKind::Card => {
-                if body.is_empty() && session.ucx.get().is_none() {
-                    return Ok(());
-                }
-                let lane =
-                    session.ucx.get().ok_or_else(|| self.wrong("it tells a card that nobody asked for".to_owned()))?;
-                if let Err(error) = lane.take_card(body) {
-                    return Err(self.wrong(error.to_string()));
-                }
-            }
+            FrameKind::Card => match session.ucx.get() {
+                Some(lane) => lane.take_card(body).map_err(|error| self.wrong(error.to_string()))?,
+                // This side is not so far, or makes no link.
+                None => self.card = Some(body),
+            },
             FrameKind::Data | FrameKind::Lend | FrameKind::Share | FrameKind::Mapped => {
                 return Err(self.wrong(format!("a {:?} frame on the control lane", header.kind)));
             }

@@ -204,6 +204,16 @@ impl Driver<'_> {
                 }
             }
             Command::Proved { session, outcome } => self.proved(session, outcome),
+            Command::Linked { session, outcome } => self.linked(session, outcome),
+            Command::GiveUp { session, grant, sequence, reason } => {
+                let Some(control) = self.live.get(&session) else { return };
+                if control.session.outbox.give_up(grant, sequence, reason) {
+                    let header = FrameHeader::about(FrameKind::Cancel, None, grant.0, sequence);
+                    // There are no more of these than posts.
+                    let _ = control.session.queue_control(header, &[], usize::MAX);
+                    self.serve(session);
+                }
+            }
             Command::Broken { session, reason } => {
                 let word = reason.to_string();
                 self.end_session(session, reason, Some(&word));
@@ -341,6 +351,7 @@ impl Driver<'_> {
             link_bytes_per_second: shared.config.link_bytes_per_second,
             is_in_place: pending.choice.in_place && sharing.is_some(),
             sharing,
+            knows_device_memory: pending.choice.device_memory,
             rdma: shared.verbs.clone().filter(|_| pending.choice.by_device && !are_unix),
             sockets: streams.iter().map(|stream| Arc::clone(stream.socket())).collect(),
             control_socket: (!control.is_tls()).then(|| Arc::clone(control.socket())),
@@ -360,24 +371,7 @@ impl Driver<'_> {
                 rdma.join(&session);
                 self.serve(key);
             }
-            None => self.begin(key),
-        }
-    }
-
-    /// Begins to make a session's link over UCX, if it was chosen: tells the peer how to reach it.
-    pub(super) fn open_ucx(&self, session: &Arc<Session>, is_chosen: bool) {
-        let Some(ucx) = self.shared.ucx.as_ref().filter(|_| is_chosen) else { return };
-        match ucx.open(session) {
-            Ok((lane, body)) => {
-                // The session is new: nobody else gives it one, and its control lane is empty.
-                let _ = session.ucx.set(lane);
-                let header = FrameHeader::with_body(FrameKind::Card, &body);
-                let _ = session.queue_control(header, &body, usize::MAX);
-            }
-            Err(error) => {
-                tracing::warn!(peer = session.name, %error, "no UCX: payload goes over TCP lanes");
-                let _ = session.queue_control(FrameHeader::empty(FrameKind::Card), &[], usize::MAX);
-            }
+            None => self.link(key),
         }
     }
 

@@ -12,6 +12,7 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_GREETING_BYTES, MAX_MES
 use kvferry_protocol::{PeerId, RegionId};
 
 use super::accept::Listeners;
+use super::beside::{refuse_plain, start_ucx, start_verbs};
 use super::calls::Calls;
 use super::config::TcpConfig;
 use super::data::DataThread;
@@ -23,8 +24,7 @@ use super::socket;
 use super::ucx::Ucx;
 use super::verbs::Verbs;
 use crate::api::{
-    Capabilities, Event, GrantKey, Memory, MemoryKind, PathKind, PeerAddress, PostError, PostId, Transport,
-    TransportStats, Write,
+    Capabilities, Event, GrantKey, Memory, MemoryKind, PeerAddress, PostError, PostId, Transport, TransportStats, Write,
 };
 use crate::core::{Bug, Core, Counters, Post, Recall, SessionKey};
 use crate::credentials::Credentials;
@@ -86,8 +86,20 @@ pub(crate) enum Command {
         session: SessionKey,
         reason: TransportError,
     },
+    /// Nothing can carry the rest of a post; the receiver is to be asked about it.
+    GiveUp {
+        session: SessionKey,
+        grant: GrantKey,
+        sequence: u32,
+        reason: TransportError,
+    },
     /// Whether a session's RDMA path may be used, or why not.
     Proved {
+        session: SessionKey,
+        outcome: Result<(), String>,
+    },
+    /// Whether a session's link over UCX is ready, or why there is none.
+    Linked {
         session: SessionKey,
         outcome: Result<(), String>,
     },
@@ -216,12 +228,21 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why memory of another device is refused, whatever the paths are.
-    fn why_no_device_memory(&self) -> String {
-        let lanes = "it is a device's, and every session has lanes (tcp, uds, shm, cma, ucx), which processors serve";
+    /// Why memory of another device is not taken, if it is not; whether the cards register it is seen when they do.
+    fn why_no_device_memory(&self, memory: &Memory) -> Option<String> {
+        let lanes = "it is a device's, and processors serve the other ways (tcp, uds, shm, cma, ucx)";
         match &self.verbs {
-            Some(verbs) => format!("{lanes}, beside rdma, whose cards could: {}", verbs.device_memory()),
-            None => format!("{lanes}; stage it in host memory"),
+            None => {
+                Some(format!("{lanes}: name rdma among the paths, on a host with a card, or stage it in host memory"))
+            }
+            Some(verbs) if !cfg!(feature = "device-memory") => {
+                let cards = verbs.device_memory();
+                Some(format!(
+                    "{lanes}; this is a build without the feature `device-memory`, and the cards could: {cards}"
+                ))
+            }
+            Some(_) if memory.file.is_some() => Some("it is a device's, of which no process maps a file".to_owned()),
+            Some(_) => None,
         }
     }
 
@@ -269,9 +290,20 @@ impl Shared {
 
     fn grant(&self, peer: &PeerId, pages: Pages, watch: Option<Arc<dyn Landing>>) -> Result<GrantKey, TransportError> {
         let session = self.session(peer)?;
-        let grant = self.core.grant(peer, session.key, &pages, watch)?;
+        let mut is_of_device = false;
+        let by_devices = || {
+            is_of_device = true;
+            session.reaches_device_memory("a granted page")
+        };
+        let grant = self.core.grant(peer, session.key, &pages, watch, by_devices)?;
         if let Some(verbs) = session.verbs() {
-            verbs.tell_window(&session, grant, pages);
+            let told_bytes = verbs.tell_window(&session, grant, pages);
+            if is_of_device && told_bytes > MAX_MESSAGE_BYTES {
+                // Lanes carry what is not told, but not this.
+                self.core.grants.revoke(grant);
+                let (found, limit) = (told_bytes as u64, MAX_MESSAGE_BYTES as u64);
+                return Err(TransportError::Limit { what: "bytes of a window of a device's memory", found, limit });
+            }
             self.waker.wake();
         }
         Ok(grant)
@@ -331,6 +363,9 @@ impl Shared {
         }
         let id = self.core.next_post();
         let post = Post::new(id, write, &self.core.regions, MAX_EXTENTS, MAX_NOTIFICATION_BYTES)?;
+        if post.is_of_device {
+            session.reaches_device_memory("the source")?;
+        }
         let mut post = post.watched(watch);
         post.is_in_place = session.is_in_place && write.grant.is_in_place();
         self.add(&session, post)?;
@@ -368,11 +403,12 @@ impl Transport for Tcp {
 
     #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
     unsafe fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        if memory.kind != MemoryKind::Host {
-            let problem = self.shared.why_no_device_memory();
+        let is_of_device = matches!(memory.kind, MemoryKind::Device(_));
+        if let Some(problem) = is_of_device.then(|| self.shared.why_no_device_memory(&memory)).flatten() {
             return Err(TransportError::Memory { bytes: memory.bytes, problem });
         }
-        if let Some(ucx) = &self.shared.ucx {
+        // A receiver copies out of slots, and a put out of a device's memory would fall back to lanes with the link.
+        if let Some(ucx) = self.shared.ucx.as_ref().filter(|_| !is_of_device) {
             #[expect(unsafe_code, reason = "the caller vouches for raw memory")]
             // SAFETY: the caller's promise, which is the same; UCX is shut down with this transport.
             let registered = unsafe { ucx.node.register(memory.clone()) };
@@ -434,6 +470,10 @@ impl Transport for Tcp {
 
     fn grant_watched(&self, peer: &PeerId, pages: Pages, watch: Arc<dyn Landing>) -> Result<GrantKey, TransportError> {
         self.shared.grant(peer, pages, Some(watch))
+    }
+
+    fn reaches_device_memory(&self, peer: &PeerId) -> Result<(), TransportError> {
+        self.shared.session(peer)?.reaches_device_memory("the payload")
     }
 
     fn grant_in_place(&self, peer: &PeerId, bytes: u64) -> Result<GrantKey, TransportError> {
@@ -544,47 +584,6 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         self.shutdown();
     }
-}
-
-/// Encrypted lanes are a promise that paths beside them break, unless the configuration says that they may.
-fn refuse_plain(config: &TcpConfig, credentials: &Credentials) -> Result<(), TransportError> {
-    let plain = config.paths.iter().find(|path| matches!(path, PathKind::Rdma | PathKind::Ucx));
-    match plain.filter(|_| credentials.is_tls() && !config.plain_payload) {
-        Some(path) => Err(TransportError::Plain { path: path.name() }),
-        None => Ok(()),
-    }
-}
-
-/// RDMA devices, if the configuration names them; else, or if there are none, why not.
-fn start_verbs(config: &TcpConfig) -> Result<Arc<Verbs>, String> {
-    if !config.paths.contains(&PathKind::Rdma) {
-        return Err("this side's configuration does not allow it".to_owned());
-    }
-    Verbs::open(&config.rdma).map(Arc::new).map_err(|error| {
-        let problem = with_cause(&error);
-        tracing::warn!(problem, "RDMA is allowed and cannot be used");
-        problem
-    })
-}
-
-/// An error and what is behind it, in one line.
-pub(super) fn with_cause(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error}: {}", with_cause(source)),
-        None => error.to_string(),
-    }
-}
-
-/// UCX, if the configuration names it; else, or if it is not there, why not.
-fn start_ucx(config: &TcpConfig) -> Result<Ucx, String> {
-    if !config.paths.contains(&PathKind::Ucx) {
-        return Err("this side's configuration does not allow it".to_owned());
-    }
-    Ucx::start(&config.ucx, config.frame_bytes).map_err(|error| {
-        let problem = with_cause(&error);
-        tracing::warn!(problem, "UCX is not used");
-        problem
-    })
 }
 
 fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), TransportError> {

@@ -20,7 +20,7 @@ use super::poller::Interest;
 use super::session::Session;
 use super::stream::Stream;
 use crate::api::GrantKey;
-use crate::core::{Core, Counters, FrameCut, Inbound, Planted};
+use crate::core::{Carrier, Core, Counters, FrameCut, Inbound, Planted, not_by_processors};
 use crate::error::TransportError;
 use crate::ffi;
 use crate::raw::{RawRun, advance};
@@ -210,14 +210,14 @@ impl Lane {
             } else if self.session.ucx_carries() {
                 return Ok(Turn::Nothing);
             } else if let Some(cut) = self.session.next_frame(core, frame_bytes) {
-                self.outgoing = Outgoing::Frame(Box::new(FrameOut::new(cut)));
+                self.outgoing = self.frame_of(core, cut);
             } else {
                 return Ok(Turn::Nothing);
             }
         }
         let stream = &mut self.stream;
         let call = match &mut self.outgoing {
-            Outgoing::Empty => return Ok(Turn::Nothing),
+            Outgoing::Empty => return Ok(Turn::Moved), // what there was has ended
             Outgoing::Words { bytes, sent, file } => {
                 let asked = bytes.len() - *sent;
                 let result = match file {
@@ -267,6 +267,16 @@ impl Lane {
             }
         };
         self.moved("write a data lane", call)
+    }
+
+    /// What to send of a frame: nothing of a device's memory, which is not cut for lanes, and whose post would end here.
+    fn frame_of(&self, core: &Core, cut: FrameCut) -> Outgoing {
+        let (grant, sequence) = (cut.post.grant, cut.post.sequence);
+        if let Some(frame) = FrameOut::new(cut) {
+            return Outgoing::Frame(Box::new(frame));
+        }
+        self.session.outbox.finish(core, grant, sequence, Err(not_by_processors("the source")));
+        Outgoing::Empty
     }
 
     fn receive(&mut self, core: &Core, sink: &mut [u8]) -> Result<Turn, TransportError> {
@@ -402,7 +412,8 @@ impl Lane {
             return self.adopt(core, header, table, borrowed, follows);
         }
         let scratch = std::mem::take(&mut self.scratch);
-        let admitted = Inbound::admit(core, self.session.key, header, table, scratch).map_err(|e| self.torn(&e))?;
+        let admitted = Inbound::admit(core, self.session.key, header, table, Carrier::Processor, scratch);
+        let admitted = admitted.map_err(|e| self.torn(&e))?;
         match (admitted, borrowed) {
             (Ok(inbound), None) => self.incoming = Incoming::Payload { header: *header, inbound: Box::new(inbound) },
             (Ok(inbound), Some(borrowed)) => {
@@ -471,16 +482,18 @@ impl Lane {
 }
 
 impl FrameOut {
-    fn new(mut cut: FrameCut) -> Self {
-        let mut runs = Vec::with_capacity(cut.runs.len() + 1);
+    /// `None` if its payload is a device's.
+    fn new(mut cut: FrameCut) -> Option<Self> {
+        let mut payload = cut.take_host_runs()?;
+        let mut runs = Vec::with_capacity(payload.len() + 1);
         // The head's bytes stay where they are while the vector that holds them is moved.
         runs.push(RawRun::of(&cut.head));
-        runs.append(&mut cut.runs);
+        runs.append(&mut payload);
         let payload_bytes = if cut.is_lent { 0 } else { cut.payload_bytes };
         let total = cut.head.len() as u64 + payload_bytes;
         // What stays in place crosses nothing.
         let owed = if cut.post.is_in_place { 0 } else { cut.payload_bytes - payload_bytes };
-        Self { cut, runs, next: 0, sent: 0, total, owed }
+        Some(Self { cut, runs, next: 0, sent: 0, total, owed })
     }
 
     /// Waits for the link's rate on behalf of payload that is lent.

@@ -9,6 +9,7 @@
 //! guards of grants and sources, each around one call that does not wait.
 
 mod accept;
+mod beside;
 mod calls;
 mod coming;
 mod config;
@@ -35,6 +36,7 @@ mod timers;
 mod ucx;
 mod verbs;
 mod verbs_link;
+mod verbs_window;
 mod verbs_words;
 pub(crate) mod wake;
 

@@ -40,6 +40,8 @@ pub(crate) struct Choice {
     pub(crate) in_place: bool,
     /// On TCP lanes, RDMA devices carry what they can reach.
     pub(crate) by_device: bool,
+    /// The peer knows regions of the RDMA path that are memory of a device.
+    pub(crate) device_memory: bool,
     /// On TCP lanes without that, a link over UCX carries the payload.
     pub(crate) by_ucx: bool,
     /// Why the better ways are not taken.
@@ -109,6 +111,8 @@ impl Local {
         // What no lane can carry goes by TCP, so it is offered beside that.
         if self.rdma.is_ok() && self.allows(PathKind::Tcp) {
             offer(OfferKind::RDMA, RDMA_WORDS.to_vec());
+            // Also where no such memory is registered: a peer's may be written.
+            offer(OfferKind::DEVICE_MEMORY, Vec::new());
         }
         if self.ucx.is_ok() {
             offer(OfferKind::UCX, Vec::new());
@@ -176,7 +180,8 @@ impl Local {
         };
         let (by_descriptor, by_address) = (by_descriptor.is_ok(), by_address.is_ok());
         let in_place = self.in_place && by_descriptor && find(OfferKind::IN_PLACE).is_some();
-        Choice { route, by_descriptor, by_address, in_place, by_device, by_ucx, not }
+        let device_memory = by_device && find(OfferKind::DEVICE_MEMORY).is_some();
+        Choice { route, by_descriptor, by_address, in_place, by_device, device_memory, by_ucx, not }
     }
 
     /// What to take when the chosen way failed with `problem`.
@@ -226,6 +231,12 @@ impl Choice {
     pub(crate) fn without_device(&mut self, reason: String) {
         self.by_device = false;
         self.not.push((PathKind::Rdma, reason));
+    }
+
+    /// Takes the next way: a link over UCX was tried, and cannot be made.
+    pub(crate) fn without_ucx(&mut self, reason: String) {
+        self.by_ucx = false;
+        self.not.push((PathKind::Ucx, reason));
     }
 
     /// What was taken, once the lanes are there.
@@ -352,6 +363,17 @@ mod tests {
         choice.without_device("spoilt".to_owned());
         let report = choice.report(false);
         assert_eq!((report.kind, report.not.last()), (Tcp, Some(&(Rdma, "spoilt".to_owned()))));
+    }
+
+    #[test]
+    fn memory_of_devices_is_told_to_those_who_know_the_word() {
+        let (ours, mut offers) = (local(&[Rdma, Tcp], 1), local(&[Rdma, Tcp], 2).offers());
+        assert!(ours.choose(3, &offers).device_memory);
+        offers.retain(|offer| offer.kind != OfferKind::DEVICE_MEMORY);
+        let choice = ours.choose(3, &offers);
+        assert!(choice.by_device && !choice.device_memory, "an older release still takes the path: {choice:?}");
+        let without = local(&[Tcp], 2).offers();
+        assert!(!ours.choose(3, &without).device_memory, "only beside RDMA");
     }
 
     #[test]

@@ -48,6 +48,10 @@ pub(crate) struct Session {
     is_by_device: AtomicBool,
     /// What it leaves to the lanes.
     for_lanes: Mutex<VecDeque<FrameCut>>,
+    /// Whether the peer knows regions that are memory of a device.
+    pub(crate) knows_device_memory: bool,
+    /// Why the session does not take that path, once it is known that it does not.
+    not_by_device: OnceLock<String>,
     /// The link over UCX, if there is one.
     pub(crate) ucx: OnceLock<Arc<UcxLane>>,
     pub(crate) outbox: Outbox,
@@ -88,6 +92,7 @@ pub(crate) struct SessionSetup {
     pub(crate) sharing: Option<Sharing>,
     pub(crate) is_in_place: bool,
     pub(crate) rdma: Option<Arc<Verbs>>,
+    pub(crate) knows_device_memory: bool,
     pub(crate) sockets: Vec<Arc<Socket>>,
     /// The control lane's, if frames may be written to it as they are.
     pub(crate) control_socket: Option<Arc<Socket>>,
@@ -108,6 +113,8 @@ impl Session {
             rdma: setup.rdma,
             is_by_device: AtomicBool::new(false),
             for_lanes: Mutex::default(),
+            knows_device_memory: setup.knows_device_memory,
+            not_by_device: OnceLock::new(),
             ucx: OnceLock::new(),
             outbox: Outbox::new(setup.max_posts),
             bucket: setup.link_bytes_per_second.map(|rate| Mutex::new(TokenBucket::new(rate, now))),
@@ -161,6 +168,35 @@ impl Session {
     /// Takes the path by RDMA devices, which was proved; before that the session is not known to those who post and grant.
     pub(crate) fn take_device(&self) {
         self.is_by_device.store(true, Ordering::SeqCst);
+    }
+
+    /// Says why the path by RDMA devices is not taken.
+    pub(crate) fn set_not_by_device(&self, reason: String) {
+        // Once, by the thread that made the session.
+        let _ = self.not_by_device.set(reason);
+    }
+
+    /// Whether memory of devices can be granted and posted from; `what` lies there.
+    pub(crate) fn reaches_device_memory(&self, what: &'static str) -> Result<(), TransportError> {
+        let name = &self.name;
+        let problem = match self.verbs() {
+            Some(_) if self.knows_device_memory => return Ok(()),
+            Some(_) => {
+                format!("the release of {name} does not know of it: bring it to this one, or stage in host memory")
+            }
+            None => {
+                let why = self.not_by_device.get().map_or("", String::as_str);
+                let ucx = if self.ucx.get().is_some() {
+                    "; UCX puts into slots of host memory, which processors empty"
+                } else {
+                    ""
+                };
+                format!(
+                    "no RDMA link carries the session with {name} ({why}{ucx}): mend that, or stage it in host memory"
+                )
+            }
+        };
+        Err(TransportError::DeviceMemory { what, problem })
     }
 
     /// Leaves a frame to the lanes.

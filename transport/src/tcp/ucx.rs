@@ -6,10 +6,16 @@
 //! pages, under the grant's guard, and gives the slot back with its word about the write. So a sender, or a device that goes on
 //! for it, writes slots and never a page: grants, seals and revokes are what they are on a lane, and need no word from the peer.
 //!
-//! The lanes cut no frames, unless the link cannot be made: then they carry all. A ready link that breaks breaks the session, as a
-//! lane does.
+//! Where no device puts (UCX's tcp), UCX would emulate puts by messages of its own, copy them once more than that, and end the whole
+//! process if the sender dies meanwhile (`ucx::lanes`). There a frame is a *load*: one active message of note and payload, which the
+//! receiver copies into the granted pages out of UCX's own buffer. A slot is then no memory, but leave to send one more.
+//!
+//! A session is told when its link is ready, or cannot be made: then the lanes carry all, and the path that is told is theirs. A
+//! ready link that breaks breaks the session, as a lane does.
 //!
 //! Lock order: the table of links and a lane's state are taken one at a time; a lane's state before the outbox.
+
+mod note;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,16 +30,19 @@ use kvferry_protocol::wire::{FrameHeader, FrameKind, WireError};
 use super::endpoint::{Command, Shared};
 use super::session::Session;
 use crate::api::GrantKey;
-use crate::core::{Core, Counters, Inbound};
+use crate::core::{Carrier, Core, Counters, Inbound};
 use crate::error::TransportError;
-use crate::raw::copy;
-use crate::ucx::{LinkId, RemoteWindow, UcxConfig, UcxError, UcxEvent, UcxNode, UcxSink, Work};
+use crate::raw::{RawRun, copy};
+use crate::ucx::{Cargo, LinkId, Load, RemoteWindow, UcxConfig, UcxError, UcxEvent, UcxNode, UcxSink, Work};
+use note::{Note, Payload};
 
 /// Frames of one session that are under way in one direction.
 const SLOTS: u32 = 8;
 
-const FRAME: u8 = 1;
-const CREDIT: u8 = 2;
+/// The most slots that are owed to the peer without a word, so that it has others meanwhile.
+const MOST_OWED: usize = SLOTS as usize / 2;
+/// Payload of a load: with its note it fits what UCX's tcp sends at once, so that it arrives in one piece.
+const LOAD_BYTES: u64 = 224 << 10;
 
 /// UCX of an endpoint.
 pub(crate) struct Ucx {
@@ -63,6 +72,8 @@ pub(crate) struct UcxLane {
     carries: AtomicBool,
     /// Both ends heard each other.
     is_ready: AtomicBool,
+    /// Payload is put into slots; else it goes with its note.
+    is_native: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -72,6 +83,10 @@ struct State {
     next_post: u64,
     /// Frames whose puts or notes are under way.
     flying: HashMap<u64, Flying>,
+    /// The peer's words about writes of which frames are flying: a write ends when UCX reads nothing of it any more.
+    early: Vec<FrameHeader>,
+    /// The peer's frames that are over here, of which it does not know.
+    owed: Vec<u32>,
 }
 
 /// The peer's slots.
@@ -84,6 +99,7 @@ struct Theirs {
 
 struct Flying {
     grant: GrantKey,
+    sequence: u32,
     slot: u32,
 }
 
@@ -121,6 +137,7 @@ impl Ucx {
             slot_bytes: self.slot_bytes,
             carries: AtomicBool::new(true),
             is_ready: AtomicBool::new(false),
+            is_native: AtomicBool::new(false),
             state: Mutex::default(),
         });
         lock(&self.links.live).insert(link, Arc::clone(&lane));
@@ -179,19 +196,29 @@ impl UcxLane {
             return Ok(());
         }
         let mut state = lock(&self.state);
-        let State { theirs: Some(theirs), next_post, flying } = &mut *state else { return Ok(()) };
+        let State { theirs: Some(theirs), next_post, flying, early, .. } = &mut *state else { return Ok(()) };
         while let Some(&slot) = theirs.free.last() {
-            let frame_bytes = self.slot_bytes.min(theirs.slot_bytes);
-            let Some(cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
+            let is_native = self.is_native.load(Ordering::SeqCst);
+            let frame_bytes = self.slot_bytes.min(theirs.slot_bytes).min(if is_native { u64::MAX } else { LOAD_BYTES });
+            let Some(mut cut) = session.outbox.next_frame(core, frame_bytes, session.version, None) else { break };
             let at = u64::from(slot) * theirs.slot_bytes;
-            let grant = cut.post.grant;
-            let note = [&[FRAME][..], &slot.to_le_bytes(), &cut.head].concat();
+            let (grant, sequence) = (cut.post.grant, cut.post.sequence);
+            if early.iter().any(|word| (word.grant, word.sequence) == (grant.0, sequence)) {
+                continue; // refused: what is left of it is not sent
+            }
+            let note = note::frame(slot, &cut.head, !is_native);
+            // A source in a device's memory is not posted in such a session.
+            let Some(runs) = cut.take_host_runs() else { continue };
+            let cargo = match is_native {
+                true => Work::of_runs(cut.post, runs, Arc::clone(&theirs.window), at).map(Box::new).map(Cargo::Puts),
+                false => Load::new(cut.post, runs).map(Box::new).map(Cargo::Load),
+            };
             // A post that ended meanwhile has nothing to send.
-            let Some(work) = Work::of_runs(cut.post, cut.runs, Arc::clone(&theirs.window), at) else { continue };
+            let Some(cargo) = cargo else { continue };
             *next_post += 1;
-            self.node.post_work(self.link, *next_post, work, note.into()).map_err(|error| broken(&session, &error))?;
+            self.node.enter(self.link, *next_post, cargo, note.into()).map_err(|error| broken(&session, &error))?;
             theirs.free.pop();
-            flying.insert(*next_post, Flying { grant, slot });
+            flying.insert(*next_post, Flying { grant, sequence, slot });
             Counters::add(&core.counters.sent_bytes, cut.payload_bytes);
             Counters::add(&core.counters.ucx_bytes, cut.payload_bytes);
         }
@@ -218,55 +245,72 @@ impl UcxLane {
         let wrong =
             |problem: &str| TransportError::Protocol { peer: session.name.clone(), problem: problem.to_owned() };
         session.note_moved(Instant::now());
-        let (&[what, s0, s1, s2, s3], rest) = note.split_first_chunk().ok_or_else(|| wrong("a note is too short"))?;
-        let slot = u32::from_le_bytes([s0, s1, s2, s3]);
-        let header = rest.first_chunk::<{ FrameHeader::BYTES }>();
-        let header = header.map(|bytes| FrameHeader::decode(bytes, session.version));
-        let header = header.transpose().map_err(|error| wrong(&error.to_string()))?;
-        match (what, header) {
-            (FRAME, Some(header)) if header.kind == FrameKind::Data && slot < SLOTS => {
-                let table = &rest[FrameHeader::BYTES..];
-                let word = self.land(core, session, slot, &header, table).map_err(|error| wrong(&error.to_string()))?;
-                let word = word.map(|word| word.encode(session.version));
-                let credit = [&[CREDIT][..], &slot.to_le_bytes(), word.as_ref().map_or(&[], |word| &word[..])].concat();
-                let mut state = lock(&self.state);
-                state.next_post += 1;
-                self.node.send(self.link, state.next_post, credit.into()).map_err(|error| broken(session, &error))
+        match Note::decode(note, session.version).map_err(|problem| wrong(&problem))? {
+            Note::Frame { slot, header, table, payload } => {
+                let staged = match payload {
+                    Payload::InSlot => self.slot(slot, header.payload_bytes.into()),
+                    Payload::Here(payload) => Ok(RawRun::of(payload)),
+                };
+                let landed = staged.and_then(|staged| self.land(core, session, staged, &header, table));
+                let word = landed.map_err(|error| wrong(&error.to_string()))?;
+                self.owe(session, slot, word)
             }
-            (CREDIT, word) => {
+            Note::Credit { slots, word } => {
                 let mut state = lock(&self.state);
-                let is_owed = |theirs: &&mut Theirs| slot < theirs.slots && !theirs.free.contains(&slot);
-                let theirs = state.theirs.as_mut().filter(is_owed);
-                theirs.ok_or_else(|| wrong("it gives back a slot that was not taken"))?.free.push(slot);
-                drop(state);
-                if let Some(word) = word.filter(|word| matches!(word.kind, FrameKind::Ack | FrameKind::Refuse)) {
-                    session.verdict(core, word.grant, word.sequence, word.refusal);
+                let theirs = state.theirs.as_mut().ok_or_else(|| wrong("it gives slots back before it told them"))?;
+                for slot in slots {
+                    if slot >= theirs.slots || theirs.free.contains(&slot) {
+                        return Err(wrong("it gives back a slot that was not taken"));
+                    }
+                    theirs.free.push(slot);
                 }
+                if let Some(word) = word {
+                    for (&post, _) in state.flying.iter().filter(|(_, flying)| flying.is_of(&word)) {
+                        self.node.give_up(self.link, post);
+                    }
+                    state.early.push(word);
+                }
+                let words = state.settled();
+                drop(state);
+                words.iter().for_each(|word| session.verdict(core, word.grant, word.sequence, word.refusal));
                 self.pump(core)
             }
-            _ => Err(wrong("a note makes no sense")),
         }
     }
 
-    /// Copies a frame's payload out of its slot into the granted pages; gives the word that the sender is owed.
+    /// Owes the peer a slot, and says so at once if there is a word or it may soon have no other.
+    fn owe(&self, session: &Session, slot: u32, word: Option<FrameHeader>) -> Result<(), TransportError> {
+        let mut state = lock(&self.state);
+        state.owed.push(slot);
+        if word.is_none() && state.owed.len() < MOST_OWED {
+            return Ok(());
+        }
+        let credit = note::credit(&std::mem::take(&mut state.owed), word.as_ref(), session.version);
+        state.next_post += 1;
+        self.node.send(self.link, state.next_post, credit.into()).map_err(|error| broken(session, &error))
+    }
+
+    /// The first bytes of one of our slots.
+    fn slot(&self, slot: u32, bytes: u64) -> Result<RawRun, WireError> {
+        let at = u64::from(slot) * self.slot_bytes;
+        let run = (bytes <= self.slot_bytes).then(|| self.node.own_run(self.region, at, bytes)).flatten();
+        run.ok_or(WireError::Limit { what: "the payload of a slot", found: bytes, limit: self.slot_bytes })
+    }
+
+    /// Copies a frame's payload into the granted pages; gives the word that the sender is owed.
     fn land(
         &self,
         core: &Core,
         session: &Session,
-        slot: u32,
+        staged: RawRun,
         header: &FrameHeader,
         table: &[u8],
     ) -> Result<Option<FrameHeader>, WireError> {
         header.check_table(table)?;
         let bytes = u64::from(header.payload_bytes);
-        let staged = (bytes <= self.slot_bytes).then(|| {
-            let at = u64::from(slot) * self.slot_bytes;
-            self.node.own_run(self.region, at, bytes)
-        });
-        let limit = || WireError::Limit { what: "the payload of a slot", found: bytes, limit: self.slot_bytes };
-        let staged = staged.flatten().ok_or_else(limit)?;
         Counters::add(&core.counters.ucx_bytes, bytes);
-        let landed = Inbound::admit(core, session.key, header, table, Vec::new())?.and_then(|mut inbound| {
+        let admitted = Inbound::admit(core, session.key, header, table, Carrier::Processor, Vec::new())?;
+        let landed = admitted.and_then(|mut inbound| {
             while inbound.left() > 0 {
                 let from = staged.skip((bytes - inbound.left()) as usize);
                 inbound.place(|runs| {
@@ -299,14 +343,30 @@ impl UcxLane {
     }
 
     /// A post ended; a slot into which nothing was announced is free again.
-    fn ended(&self, core: &Core, post: u64, is_announced: bool) -> Result<(), TransportError> {
+    fn ended(&self, core: &Core, session: &Session, post: u64, is_announced: bool) -> Result<(), TransportError> {
         let mut state = lock(&self.state);
         let flying = state.flying.remove(&post);
         if let (Some(flying), Some(theirs), false) = (flying, &mut state.theirs, is_announced) {
             theirs.free.push(flying.slot);
         }
+        let words = state.settled();
         drop(state);
+        words.iter().for_each(|word| session.verdict(core, word.grant, word.sequence, word.refusal));
         self.pump(core)
+    }
+}
+
+impl State {
+    /// Takes the words about writes of which nothing flies.
+    fn settled(&mut self) -> Vec<FrameHeader> {
+        let flying = &self.flying;
+        self.early.extract_if(.., |word| !flying.values().any(|flying| flying.is_of(word))).collect()
+    }
+}
+
+impl Flying {
+    fn is_of(&self, word: &FrameHeader) -> bool {
+        (self.grant.0, self.sequence) == (word.grant, word.sequence)
     }
 }
 
@@ -329,15 +389,17 @@ impl UcxSink for Sink {
         };
         let core = &shared.core;
         let outcome = match event {
-            UcxEvent::Ready { lanes, .. } => {
+            UcxEvent::Ready { lanes, is_native, .. } => {
+                lane.is_native.store(is_native, Ordering::SeqCst);
                 tracing::info!(peer = session.name, lanes = lanes.join(", "), "payload goes over UCX");
                 lane.is_ready.store(true, Ordering::SeqCst);
-                lane.pump(core)
+                shared.command(Command::Linked { session: session.key, outcome: Ok(()) });
+                Ok(())
             }
             UcxEvent::Noted { note, .. } => lane.hear(core, &session, &note),
             UcxEvent::Posted { post, outcome, .. } => match outcome {
-                Ok(()) => lane.ended(core, post, true),
-                Err(UcxError::Cancelled) => lane.ended(core, post, false),
+                Ok(()) => lane.ended(core, &session, post, true),
+                Err(UcxError::Cancelled) => lane.ended(core, &session, post, false),
                 // The end of the link follows.
                 Err(_) => Ok(()),
             },
@@ -347,14 +409,22 @@ impl UcxSink for Sink {
                 if was_ready {
                     Err(broken(&session, &reason))
                 } else {
-                    tracing::warn!(peer = session.name, %reason, "no UCX: payload goes over TCP lanes");
                     lane.carries.store(false, Ordering::SeqCst);
-                    session.ring_lanes();
+                    shared.command(Command::Linked { session: session.key, outcome: Err(reason.to_string()) });
                     Ok(())
                 }
             }
         };
         if let Err(reason) = outcome {
+            shared.command(Command::Broken { session: session.key, reason });
+        }
+    }
+
+    fn loaded(&self, link: LinkId, load: &[u8]) {
+        let Some(shared) = self.0.shared.get().and_then(Weak::upgrade) else { return };
+        let Some(lane) = lock(&self.0.live).get(&link).cloned() else { return };
+        let Some(session) = lane.session.upgrade().filter(|session| !session.is_over()) else { return };
+        if let Err(reason) = lane.hear(&shared.core, &session, load) {
             shared.command(Command::Broken { session: session.key, reason });
         }
     }

@@ -1,7 +1,8 @@
 //! The RDMA path of an endpoint: one thread that owns the queue pairs of all its sessions.
 //!
 //! A session on this path has TCP lanes too: they carry what no device can (sources that are not registered, windows that the peer
-//! has not told yet, frames that the receiver will refuse), so a grant is filled by both. A grant's window is told to the peer on
+//! has not told yet, frames that the receiver will refuse), so a grant is filled by both; but nothing into or out of a device's memory,
+//! whose posts end instead. A grant's window is told to the peer on
 //! the control lane. To revoke it the peer is asked to post no more and to wait for what is under way; if it does not answer in time,
 //! the queue pairs are put into error and destroyed, and the session ends.
 //!
@@ -18,6 +19,7 @@ use kvferry_protocol::pages::{Extent, Pages};
 use kvferry_protocol::wire::{FrameHeader, FrameKind};
 use rustix::event::{PollFd, PollFlags};
 
+use super::beside::with_cause;
 use super::endpoint::Shared;
 use super::session::Session;
 use super::verbs_link::Link;
@@ -26,9 +28,8 @@ use super::wake::Waker;
 use crate::api::{GrantKey, Memory};
 use crate::core::{Core, SessionKey};
 use crate::error::TransportError;
-use crate::raw::Region;
 use crate::rdma::rails::Adapter;
-use crate::rdma::{DeviceMemory, PortFacts, RdmaConfig, RdmaError};
+use crate::rdma::{PortFacts, RdmaConfig, RdmaError};
 
 /// An outbox that somebody was inside of is tried again after this.
 const AGAIN: Duration = Duration::from_millis(1);
@@ -94,12 +95,11 @@ impl Verbs {
     pub(crate) fn register(&self, shared: &Shared, memory: Memory) -> Result<RegionId, TransportError> {
         let bytes = memory.bytes;
         let mut regions = lock(&self.regions);
-        let index = self.adapter.register(Region::new(&memory)).map_err(|error| {
-            let problem =
-                format!("{error}: {}", std::error::Error::source(&error).map_or_else(String::new, ToString::to_string));
-            TransportError::Memory { bytes, problem }
-        })?;
-        let id = shared.core.register(memory)?;
+        let index = self
+            .adapter
+            .register(&memory)
+            .map_err(|error| TransportError::Memory { bytes, problem: with_cause(&error) })?;
+        let id = shared.core.register_beside_devices(memory)?;
         regions.push(index);
         let sessions = shared.lock().sessions.values().cloned().collect::<Vec<_>>();
         sessions.iter().filter(|session| session.verbs().is_some()).for_each(|session| self.tell(session, index));
@@ -109,10 +109,9 @@ impl Verbs {
 
     /// What the cards say to memory of other devices, in words.
     pub(crate) fn device_memory(&self) -> String {
-        let word = |answer: &Result<(), String>| answer.as_ref().map_or_else(Clone::clone, |()| "yes".to_owned());
         let of_port = |facts: &PortFacts| {
-            let DeviceMemory { dma_buf, peer_memory } = &facts.device_memory;
-            format!("{}: dma-buf: {}; peer memory: {}", facts.device, word(dma_buf), word(peer_memory))
+            let ways = facts.device_memory.ways();
+            format!("{}: {}", facts.device, ways.map_or_else(|why| why, |ways| format!("yes, {ways}")))
         };
         self.adapter.ports().map(of_port).collect::<Vec<_>>().join("; ")
     }
@@ -131,25 +130,29 @@ impl Verbs {
     }
 
     fn tell(&self, session: &Session, index: usize) {
-        if let Some(keys) = self.adapter.region_keys(index) {
+        if let Some(mut keys) = self.adapter.region_keys(index) {
+            // Who does not know the word is granted no page of it, either.
+            keys.is_device &= session.knows_device_memory;
             say(session, &VerbsWord::Region(keys));
         }
     }
 
-    /// Tells the peer a grant's window, unless that is longer than a message may be; lanes carry what is not told.
-    pub(crate) fn tell_window(&self, session: &Session, grant: GrantKey, pages: Pages) {
+    /// Tells the peer a grant's window, unless that is longer than a message may be; lanes carry what is not told. Returns its bytes as a
+    /// message.
+    pub(crate) fn tell_window(&self, session: &Session, grant: GrantKey, pages: Pages) -> usize {
         let word = VerbsWord::Window { grant, pages }.encode();
         if word.len() <= kvferry_protocol::wire::MAX_MESSAGE_BYTES {
             lock(&self.told).insert(grant, session.key);
             if session.is_over() {
                 // Its end may have forgotten all that it was told before this.
                 lock(&self.told).remove(&grant);
-                return;
+                return word.len();
             }
             let header = FrameHeader::with_body(FrameKind::Path, &word);
             // A session that is over has no grants.
             let _ = session.queue_control(header, &word, usize::MAX);
         }
+        word.len()
     }
 
     /// A word of the peer.

@@ -3,24 +3,27 @@
 //! States: *connecting* (parameters are exchanged) -> *proving* (each side writes a pattern) -> *ready* (frames go) -> *closed* (the
 //! queue pairs are gone). What is not proved goes straight to closed, and the session goes another way.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 
 use bytes::Bytes;
-use kvferry_protocol::pages::{Extent, Pages};
-use kvferry_protocol::wire::{FrameHeader, FrameKind, check_extents};
+use kvferry_protocol::pages::Extent;
+use kvferry_protocol::wire::{FrameHeader, FrameKind, Refusal, check_extents};
 
-use super::endpoint::{Command, Shared, with_cause};
+use super::beside::with_cause;
+use super::endpoint::{Command, Shared};
 use super::session::Session;
 use super::verbs::{Verbs, broken, refuse, say};
+use super::verbs_window::{PeerWindow, Unsent};
 use super::verbs_words::VerbsWord;
 use crate::api::GrantKey;
-use crate::core::{Busy, Counters, FrameCut, Inbound, Planted, RunList, Seals, SealsSeen, random};
+use crate::core::{Busy, Counters, FrameCut, Planted, SealsSeen, Written, random};
+use crate::place::Runs;
 use crate::rdma::fences::Fences;
 use crate::rdma::machine::MachineEvent;
-use crate::rdma::memory::{PeerMemory, RegionKeys, intersect};
+use crate::rdma::memory::{RegionKeys, intersect};
 use crate::rdma::proof::{Output, Proof, Verdict};
 use crate::rdma::rails::{Adapter, Rails};
 use crate::rdma::work::{Key, Order};
@@ -61,16 +64,6 @@ pub(super) struct Link {
     events: Vec<MachineEvent>,
     /// The outbox was in use.
     pub(super) is_to_try_again: bool,
-}
-
-/// A grant of the peer's.
-struct PeerWindow {
-    list: RunList,
-    /// Of each piece, its region.
-    regions: Vec<usize>,
-    seals: Seals,
-    /// Writes that have begun.
-    begun: BTreeSet<u32>,
 }
 
 /// The order that carries the test pattern.
@@ -172,8 +165,8 @@ impl Link {
                 }
                 Ok(())
             }
-            VerbsWord::Fence { grant } => self.owe(grant, None),
-            VerbsWord::Seal { grant, extents } => self.owe(grant, Some(extents)),
+            VerbsWord::Fence { grant } => self.owe(shared, grant, None),
+            VerbsWord::Seal { grant, extents } => self.owe(shared, grant, Some(extents)),
             VerbsWord::Fenced { ticket, ended } => {
                 self.asked.answered(ticket, ended);
                 Ok(())
@@ -241,10 +234,11 @@ impl Link {
     }
 
     /// The peer wants nothing more to land in a grant, or in extents of it.
-    fn owe(&mut self, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
+    fn owe(&mut self, shared: &Shared, grant: GrantKey, extents: Option<Vec<Extent>>) -> Result<(), String> {
         if self.owed.len() >= MAX_WINDOWS {
             return Err("more fences than grants".to_owned());
         }
+        let is_device = self.is_device_window(grant);
         match &extents {
             None => drop(self.windows.remove(&grant)),
             Some(extents) => {
@@ -265,7 +259,8 @@ impl Link {
                 && let Some(cut) = self.orders.remove(&id)
             {
                 cut.post.end_device_read();
-                self.session.give_to_lanes(cut);
+                let refusal = if extents.is_some() { Refusal::Sealed } else { Refusal::UnknownGrant };
+                self.leave(shared, cut, is_device, Unsent::Refused(refusal));
             }
         }
         self.owed.push((self.heard_fences, grant, extents));
@@ -358,12 +353,15 @@ impl Link {
     /// Takes what landed, while somebody polls for it.
     fn land(&mut self, shared: &Shared, now: Instant) -> bool {
         let mut has_landed = false;
-        while let Some(head) = (!shared.core.events.is_full()).then(|| self.landings.pop_front()).flatten() {
+        loop {
+            let batch = shared.core.events.room().min(self.landings.len());
+            if batch == 0 {
+                break;
+            }
             has_landed = true;
             self.session.note_moved(now);
-            if let Err(problem) = self.take(shared, &head) {
-                broken(shared, &self.session, problem);
-            }
+            let heads: Vec<_> = self.landings.drain(..batch).collect();
+            self.take(shared, &heads);
         }
         self.rails.hold(!self.landings.is_empty());
         if has_landed {
@@ -372,28 +370,38 @@ impl Link {
         has_landed
     }
 
-    /// One frame, all of whose bytes are in place.
-    fn take(&self, shared: &Shared, head: &[u8]) -> Result<(), String> {
+    /// Frames, all of whose bytes are in place.
+    fn take(&self, shared: &Shared, heads: &[Bytes]) {
         let (core, session) = (&shared.core, &self.session);
-        let Some((header, table)) = head.split_first_chunk() else { return Err("a frame without a header".to_owned()) };
-        let header = FrameHeader::decode(header, session.version).map_err(|error| error.to_string())?;
-        header.check_table(table).map_err(|error| error.to_string())?;
-        if header.kind != FrameKind::Data || header.table_bytes as usize != table.len() {
-            return Err("a frame that its device cannot have written".to_owned());
+        let admit = |head: &Bytes| self.admit(shared, head).map_err(|problem| broken(shared, session, problem)).ok();
+        let batch: Vec<_> = heads.iter().filter_map(admit).collect();
+        if let Err(problem) = Written::make_visible(&batch) {
+            let problem =
+                format!("this side's device cannot show its kernels what was written into its memory: {problem}");
+            return broken(shared, session, problem);
         }
-        match Inbound::admit(core, session.key, &header, table, Vec::new()).map_err(|error| error.to_string())? {
-            Err(refusal) => refuse(core, session, &header, refusal),
-            // Nothing is placed: it says whether that would have been allowed.
-            Ok(mut inbound) => match inbound.place(|_| (0, ())).and_then(|()| inbound.land(core, &session.peer)) {
+        for written in batch {
+            let header = written.header;
+            match written.land(core, &session.peer) {
                 Ok(true) => {
                     let word = FrameHeader::about(FrameKind::Ack, None, header.grant, header.sequence);
                     let _ = session.queue_control(word, &[], usize::MAX);
                 }
                 Ok(false) => {}
                 Err(refusal) => refuse(core, session, &header, refusal),
-            },
+            }
         }
-        Ok(())
+    }
+
+    fn admit(&self, shared: &Shared, head: &[u8]) -> Result<Written, String> {
+        let session = &self.session;
+        let Some((header, table)) = head.split_first_chunk() else { return Err("a frame without a header".to_owned()) };
+        let header = FrameHeader::decode(header, session.version).map_err(|error| error.to_string())?;
+        header.check_table(table).map_err(|error| error.to_string())?;
+        if header.kind != FrameKind::Data || header.table_bytes as usize != table.len() {
+            return Err("a frame that its device cannot have written".to_owned());
+        }
+        Written::admit(&shared.core, session.key, header, table).map_err(|error| error.to_string())
     }
 
     /// Says which of the peer's fences are fulfilled.
@@ -429,13 +437,16 @@ impl Link {
             };
             has_posted = true;
             match self.order(&cut) {
-                Some(order) => self.post(cut, order, now),
+                Ok(order) => self.post(cut, order, now),
                 // Who posted it heard of the grant behind its window, which may have come since this thread took its words.
-                None if !is_looked_for && !self.windows.contains_key(&cut.post.grant) => {
+                Err(_) if !is_looked_for && !self.windows.contains_key(&cut.post.grant) => {
                     self.early_frame = Some(cut);
                     break;
                 }
-                None => self.session.give_to_lanes(cut),
+                Err(unsent) => {
+                    let is_device = self.is_device_window(cut.post.grant);
+                    self.leave(shared, cut, is_device, unsent);
+                }
             }
         }
         has_posted
@@ -455,25 +466,53 @@ impl Link {
         }
     }
 
-    /// The frame as requests of the device; `None` if lanes have to carry it.
-    fn order(&mut self, cut: &FrameCut) -> Option<Order> {
-        let window = self.windows.get_mut(&cut.post.grant)?;
-        check_extents(&cut.extents, window.list.bytes(), cut.payload_bytes).ok()?;
+    /// Leaves a frame to the lanes; but what they would have to read from a device's memory, or write there, ends its post. The receiver is
+    /// asked whether it has all of it.
+    fn leave(&self, shared: &Shared, cut: FrameCut, is_device_window: bool, unsent: Unsent) {
+        let what = match (cut.is_of_device(), is_device_window) {
+            (true, _) => "the source",
+            (false, true) => "the granted window",
+            (false, false) => return self.session.give_to_lanes(cut),
+        };
+        let (session, grant, sequence) = (self.session.key, cut.post.grant, cut.post.sequence);
+        shared.command(Command::GiveUp { session, grant, sequence, reason: unsent.reason(what) });
+    }
+
+    fn is_device_window(&self, grant: GrantKey) -> bool {
+        self.windows.get(&grant).is_some_and(|window| window.is_device)
+    }
+
+    /// The frame as requests of the device, or why it is none.
+    fn order(&mut self, cut: &FrameCut) -> Result<Order, Unsent> {
+        let window = self.windows.get_mut(&cut.post.grant).ok_or(Unsent::Refused(Refusal::UnknownGrant))?;
+        check_extents(&cut.extents, window.list.bytes(), cut.payload_bytes).map_err(Unsent::Refused)?;
         // What the receiver would refuse goes to it by a lane, where it is refused before it is placed.
         let is_again = cut.frame == 0 && window.begun.contains(&cut.post.sequence);
-        if is_again || window.seals.meet(&cut.extents, &mut SealsSeen::default()) || window.begun.len() >= MAX_WRITES {
-            return None;
+        let refusal = match () {
+            () if is_again => Some(Refusal::SequenceTaken),
+            () if window.seals.meet(&cut.extents, &mut SealsSeen::default()) => Some(Refusal::Sealed),
+            () if window.begun.len() >= MAX_WRITES => Some(Refusal::TooMany),
+            () => None,
+        };
+        if let Some(refusal) = refusal {
+            return Err(Unsent::Refused(refusal));
         }
         let (mut local, mut remote) = (Vec::<(Key, u64, u64)>::new(), Vec::new());
-        self.adapter.locate(&cut.runs, &mut local).ok()?;
-        window.locate(&cut.extents, self.rails.peer_memory(), &mut remote)?;
+        let located = match cut.runs() {
+            Runs::Host(runs) => self.adapter.locate(runs, &mut local),
+            Runs::Device(runs) => self.adapter.locate_of_device(runs, &mut local),
+        };
+        located
+            .map_err(|_| Unsent::Unable("the source is not registered with the RDMA devices: register its memory"))?;
+        let located = window.locate(&cut.extents, self.rails.peer_memory(), &mut remote);
+        located.ok_or(Unsent::Refused(Refusal::OutOfWindow))?;
         if !self.rails.takes_head(cut.head.len()) {
-            return None;
+            return Err(Unsent::Unable("the list of runs is longer than one head: post fewer runs, or longer ones"));
         }
         window.begun.insert(cut.post.sequence);
         let id = self.next_order;
         self.next_order += 1;
-        Some(Order { id, head: Bytes::from(cut.head.clone()), runs: intersect(&local, &remote), is_spread: false })
+        Ok(Order { id, head: Bytes::from(cut.head.clone()), runs: intersect(&local, &remote), is_spread: false })
     }
 
     /// Asks the device for an event; returns whether something came before.
@@ -504,41 +543,4 @@ impl Drop for Link {
 fn is_of(cut: &FrameCut, grant: GrantKey, extents: Option<&[Extent]>) -> bool {
     let meets = |extents: &[Extent]| extents.iter().any(|sealed| cut.extents.iter().any(|extent| sealed.meets(extent)));
     cut.post.grant == grant && extents.is_none_or(meets)
-}
-
-impl PeerWindow {
-    /// Checks a window against what the peer told of its regions.
-    fn new(pages: &Pages, memory: &PeerMemory, early: &[RegionKeys]) -> Option<Self> {
-        let highest = pages.bases.iter().copied().max().unwrap_or(0);
-        let mut regions = Vec::with_capacity(pages.pieces.len());
-        for piece in &pages.pieces {
-            let nest = Extent { offset: piece.offset, loops: piece.loops.clone(), run_bytes: piece.run_bytes };
-            let region = piece.region.get() as usize;
-            let bytes = memory.region_bytes(region).or_else(|| early.get(region).map(|keys| keys.bytes))?;
-            let end = nest.end().and_then(|end| end.checked_add(highest))?;
-            if end > bytes {
-                return None;
-            }
-            regions.push(region);
-        }
-        let list = RunList::of_pages(pages)?;
-        Some(Self { list, regions, seals: Seals::default(), begun: BTreeSet::new() })
-    }
-
-    /// Where the bytes of extents lie in the peer's memory.
-    fn locate(&self, extents: &[Extent], memory: &PeerMemory, remote: &mut Vec<(Key, u64, u64)>) -> Option<()> {
-        use std::ops::ControlFlow::{Break, Continue};
-        let extents = RunList::of_extents(extents)?;
-        let mut is_found = true;
-        extents.walk(0, extents.bytes(), |_, from, bytes| {
-            self.list.walk(from, from + bytes, |piece, offset, bytes| {
-                let found =
-                    memory.locate(self.regions[piece], offset, bytes, |key, at, bytes| remote.push((key, at, bytes)));
-                is_found &= found.is_ok();
-                if is_found { Continue(()) } else { Break(()) }
-            });
-            if is_found { Continue(()) } else { Break(()) }
-        });
-        is_found.then_some(())
-    }
 }

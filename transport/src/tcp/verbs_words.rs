@@ -215,7 +215,7 @@ mod tests {
         let piece = Piece { region: RegionId::new(7), offset: 5, loops: loops.clone(), run_bytes: 9 };
         let extents = vec![Extent { offset: 1, loops, run_bytes: 2 }, Extent::contiguous(3, 4)];
         let grant = GrantKey(u128::MAX - 5);
-        let pattern = RegionKeys { address: 1, bytes: 2, piece_bytes: 2, pieces: vec![vec![3, 4]] };
+        let pattern = RegionKeys { address: 1, bytes: 2, piece_bytes: 2, is_device: false, pieces: vec![vec![3, 4]] };
         for word in [
             VerbsWord::Ready { pattern },
             VerbsWord::Window { grant, pages: Pages { bases: vec![1, u64::MAX], pieces: vec![piece] } },

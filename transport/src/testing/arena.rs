@@ -33,6 +33,10 @@ impl Arena {
         self.mapping.atomics()
     }
 
+    pub(super) fn file(&self) -> &OwnedFd {
+        &self.file
+    }
+
     /// What to register.
     ///
     /// # Panics

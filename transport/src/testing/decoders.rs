@@ -14,7 +14,7 @@ use kvferry_protocol::wire::{
 
 use super::arena::Arena;
 use super::node::peer;
-use crate::core::{Bug, Core, Inbound, RunList};
+use crate::core::{Bug, Carrier, Core, Inbound, RunList};
 use crate::raw::{self, RawRun};
 use crate::share::{Adoption, Sharing};
 
@@ -128,10 +128,12 @@ pub fn inbound(bytes: &[u8]) {
     let loops = vec![Loop { count: 2, stride: 100 }];
     let piece = Piece { region: RegionId::new(0), offset: 10, loops, run_bytes: 64 };
     let pages = Pages { bases: vec![0, 3000, 1000, 500], pieces: vec![piece] };
-    let grant = core.grant(&peer("fuzz", 1), session, &pages, None).expect("a grant");
+    let grant = core.grant(&peer("fuzz", 1), session, &pages, None, || Ok(())).expect("a grant");
     let Some((mut header, table)) = checked(bytes, 1) else { return };
     header.grant = grant.0;
-    let Ok(Ok(mut inbound)) = Inbound::admit(&core, session, &header, &table, Vec::new()) else { return };
+    let Ok(Ok(mut inbound)) = Inbound::admit(&core, session, &header, &table, Carrier::Processor, Vec::new()) else {
+        return;
+    };
     let mut payload = vec![0xff; 4096];
     let mut placed = 0;
     while inbound.left() > 0 {

@@ -9,6 +9,7 @@ mod cases;
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub mod decoders;
+mod device_arena;
 mod node;
 mod pages;
 mod proxy;
@@ -18,6 +19,7 @@ mod watches;
 pub use arena::Arena;
 pub use borders::*;
 pub use cases::*;
+pub use device_arena::DeviceArena;
 pub use node::{Make, Node, PATIENCE, patience, peer, with_patience};
 pub use pages::{ScatteredWrite, scattered_write};
 pub use proxy::{Flow, Proxy, ProxyPlan, Towards};

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use super::error::UcxError;
 
 const MAGIC: [u8; 4] = *b"KVUX";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// The longest address that a worker may have: some hundred bytes for each network device.
 const MAX_ADDRESS_BYTES: usize = 64 << 10;
 
@@ -51,10 +51,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn golden_bytes_of_version_1() {
+    fn golden_bytes_of_version_2() {
         let card = Card { token: [7; 16], address: Bytes::from_static(b"where") };
         let bytes = card.encode();
-        assert_eq!(bytes, [&b"KVUX\x01"[..], &[7; 16], b"\x05\0\0\0where"].concat());
+        assert_eq!(bytes, [&b"KVUX\x02"[..], &[7; 16], b"\x05\0\0\0where"].concat());
         assert!(Card::decode(&bytes).unwrap() == card);
     }
 

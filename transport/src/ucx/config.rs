@@ -23,7 +23,8 @@ pub struct UcxConfigFile {
     pub stall_ms: u64,
     /// How long a cancelled put and a closed endpoint may take to end before the worker is destroyed under them.
     pub drain_ms: u64,
-    /// Whether puts may go where UCX emulates them (tcp, ud). See [`UcxError::NoTransport`] for why they do not by default.
+    /// Whether links may go where UCX would emulate puts, too (tcp, ud). Sessions put nothing there, they send loads; but whoever can
+    /// reach such a link's port can make UCX write, and end, this process: see [`UcxError::NoTransport`].
     pub emulated_puts: bool,
     /// The most posts of one link at once.
     pub max_posts: u32,
@@ -132,17 +133,23 @@ pub struct Setting {
     pub why: &'static str,
 }
 
-const DEFAULTS: [Setting; 2] = [
+const DEFAULTS: [Setting; 3] = [
     Setting {
         key: "TCP_TX_SEG_SIZE",
         value: std::borrow::Cow::Borrowed("256k"),
-        why: "before UCX 1.22 a put over tcp goes in messages of this size, each acknowledged: with the default of 8k it is 5 to \
-              70 times slower",
+        why: "before UCX 1.22 what goes over tcp is cut into messages of this size, puts acknowledge each: with the default of 8k they \
+              are 5 to 70 times slower",
     },
     Setting {
         key: "TCP_RX_SEG_SIZE",
         value: std::borrow::Cow::Borrowed("1m"),
         why: "the other half of UCX_TCP_TX_SEG_SIZE: a receiver must be able to take what a sender sends",
+    },
+    Setting {
+        key: "TCP_MAX_IOV",
+        value: std::borrow::Cow::Borrowed("18"),
+        why: "a load of scattered pages goes in one message without a copy: of 6, what is larger is cut, and put together again \
+              in a copy of the receiver's",
     },
 ];
 
@@ -169,8 +176,8 @@ mod tests {
         let names = |minor| -> Vec<_> {
             settings.iter().map(|setting| setting.name_in(Version { major: 1, minor, release: 0 })).collect()
         };
-        assert_eq!(names(16), ["TX_SEG_SIZE", "RX_SEG_SIZE", "IB_GID_INDEX"]);
-        assert_eq!(names(17), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "IB_GID_INDEX"]);
+        assert_eq!(names(16), ["TX_SEG_SIZE", "RX_SEG_SIZE", "MAX_IOV", "IB_GID_INDEX"]);
+        assert_eq!(names(17), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "TCP_MAX_IOV", "IB_GID_INDEX"]);
     }
 
     #[test]
@@ -178,7 +185,7 @@ mod tests {
         let config = UcxConfig::unchecked(UcxConfigFile { gid_index: Some(0), ..UcxConfigFile::default() });
         let keys =
             |is_set: &dyn Fn(&str) -> bool| -> Vec<_> { config.settings(is_set).iter().map(|s| s.key).collect() };
-        assert_eq!(keys(&|_| false), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "IB_GID_INDEX"]);
-        assert_eq!(keys(&|key| key == "TCP_RX_SEG_SIZE"), ["TCP_TX_SEG_SIZE", "IB_GID_INDEX"]);
+        assert_eq!(keys(&|_| false), ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "TCP_MAX_IOV", "IB_GID_INDEX"]);
+        assert_eq!(keys(&|key| key == "TCP_RX_SEG_SIZE"), ["TCP_TX_SEG_SIZE", "TCP_MAX_IOV", "IB_GID_INDEX"]);
     }
 }

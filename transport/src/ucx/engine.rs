@@ -36,7 +36,7 @@ const WOKEN: usize = 64;
 pub(super) fn run(
     shared: &Arc<Shared>,
     library: &'static Library,
-    sink: &dyn UcxSink,
+    sink: Rc<dyn UcxSink>,
     started: &SyncSender<Result<UcxFacts, UcxError>>,
 ) {
     // Also if this thread panics: nobody must wait for its answer then.
@@ -73,7 +73,7 @@ impl Drop for StopWithThread<'_> {
 /// Links are destroyed before regions, and regions before the context.
 struct Engine<'a> {
     shared: &'a Shared,
-    sink: &'a dyn UcxSink,
+    sink: Rc<dyn UcxSink>,
     epoll: OwnedFd,
     links: HashMap<LinkId, Link>,
     regions: Regions,
@@ -143,8 +143,8 @@ impl Engine<'_> {
             Command::Connect { link, card } => {
                 self.with(link, schedule, |of| of.connect(&card, now));
             }
-            Command::Post { link, post, work, note } => {
-                let taken = self.with(link, schedule, |of| of.post(post, work.map(|w| *w), note, now, &mut events));
+            Command::Post { link, post, cargo, note } => {
+                let taken = self.with(link, schedule, |of| of.post(post, cargo, note, now, &mut events));
                 if !taken {
                     events.push(UcxEvent::Posted { link, post, outcome: Err(UcxError::NoLink { link }) });
                 }
@@ -179,7 +179,7 @@ impl Engine<'_> {
     }
 
     fn open(&mut self, id: LinkId, gate: Arc<Gate>, now: Instant) -> Result<Bytes, UcxError> {
-        let (link, card) = Link::new(&self.context, id, gate, &self.shared.config, now)?;
+        let (link, card) = Link::new(&self.context, id, gate, &self.shared.config, &self.sink, now)?;
         let fd = link.worker().event_fd()?;
         let added = epoll::add(&self.epoll, fd, EventData::new_u64(id.0), EventFlags::IN);
         added.map_err(|error| UcxError::io("watch a worker's event descriptor")(error.into()))?;

@@ -19,6 +19,8 @@ pub enum UcxEvent {
         link: LinkId,
         /// What carries it, read back from UCX: transport and device of each lane, as `rc_mlx5/mlx5_0:1.0`.
         lanes: Vec<String>,
+        /// Whether a device puts by one of them. Else UCX would emulate puts, and loads are better.
+        is_native: bool,
     },
     /// A peer's note. All bytes of its post are in place.
     Noted {
@@ -50,6 +52,11 @@ pub enum UcxEvent {
 pub trait UcxSink: Send + 'static {
     /// Takes one.
     fn event(&self, event: UcxEvent);
+
+    /// Takes a peer's load: its note, and then its bytes. They are UCX's, which waits for this.
+    fn loaded(&self, link: LinkId, load: &[u8]) {
+        self.event(UcxEvent::Noted { link, note: Bytes::copy_from_slice(load) });
+    }
 
     /// Whether the node is to stop reading from peers. It asks again about each millisecond, and after
     /// [`UcxNode::wake`](super::UcxNode::wake).

@@ -30,6 +30,9 @@ const MESSAGE_ID: u32 = 1;
 pub(super) const HEADER_BYTES: usize = size_of::<Token>() + 1;
 /// The longest active message.
 pub(super) const MAX_MESSAGE_BYTES: usize = 1 << 20;
+/// What a message is whose bytes are taken while UCX still has them; others wait in the inbox.
+pub(super) const LOAD: u8 = 4;
+
 fn text(library: &Library, status: ucs_status_t) -> String {
     // SAFETY: takes any number and returns a string that is never freed.
     let text = unsafe { library.ucs_status_string(status) };
@@ -199,16 +202,36 @@ impl Drop for Mapped {
     }
 }
 
+/// Takes a load, inside of `progress`: it calls nothing of UCX.
+pub(super) type TakeLoad = Box<dyn Fn(&[u8])>;
+
 /// Active messages that came to a worker.
-#[derive(Default)]
 pub(super) struct Inbox {
     token: Token,
+    take_load: TakeLoad,
+    loads: Cell<u64>,
+    is_shut: Cell<bool>,
     messages: RefCell<VecDeque<(u8, Bytes)>>,
     strangers: Cell<u64>,
     problem: Cell<Option<&'static str>>,
 }
 
 impl Inbox {
+    fn new(token: Token, take_load: TakeLoad) -> Self {
+        let (loads, is_shut, messages, strangers, problem) = Default::default();
+        Self { token, take_load, loads, is_shut, messages, strangers, problem }
+    }
+
+    /// How many loads came, ever.
+    pub(super) fn loads(&self) -> u64 {
+        self.loads.get()
+    }
+
+    /// Loads that come after this are dropped.
+    pub(super) fn shut(&self) {
+        self.is_shut.set(true);
+    }
+
     /// The oldest message: what it is, and its bytes.
     pub(super) fn next(&self) -> Option<(u8, Bytes)> {
         self.messages.borrow_mut().pop_front()
@@ -230,6 +253,12 @@ impl Inbox {
             return;
         };
         match data {
+            Some(data) if what == LOAD && data.len() <= MAX_MESSAGE_BYTES => {
+                self.loads.set(self.loads.get() + 1);
+                if !self.is_shut.get() {
+                    (self.take_load)(data);
+                }
+            }
             Some(data) if data.len() <= MAX_MESSAGE_BYTES => {
                 self.messages.borrow_mut().push_back((what, Bytes::copy_from_slice(data)));
             }
@@ -254,8 +283,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker whose active messages must carry `token`.
-    pub(super) fn new(context: &Rc<Context>, token: Token) -> Result<Rc<Self>, UcxError> {
+    /// Makes a worker whose active messages must carry `token`; `take_load` is called inside of [`Worker::progress`].
+    pub(super) fn new(context: &Rc<Context>, token: Token, take_load: TakeLoad) -> Result<Rc<Self>, UcxError> {
         let library = context.library;
         // SAFETY: all fields are integers or may be null; the mask says which are read.
         let mut params: sys::ucp_worker_params_t = unsafe { std::mem::zeroed() };
@@ -268,7 +297,7 @@ impl Worker {
         // SAFETY: the context is live; the place is valid.
         let status = unsafe { library.ucp_worker_create(context.raw, &raw const params, &raw mut raw) };
         check(library, "make a worker", status)?;
-        let inbox = Rc::new(Inbox { token, ..Inbox::default() });
+        let inbox = Rc::new(Inbox::new(token, take_load));
         let worker = Self { context: Rc::clone(context), raw, inbox, fault: Cell::new(sys::UCS_OK) };
         worker.listen()?;
         Ok(Rc::new(worker))

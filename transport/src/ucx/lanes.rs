@@ -10,7 +10,8 @@
 //! **A dead sender does not take the receiver along.** Over tcp and ud UCX emulates puts: its receiver copies each message and sends
 //! an acknowledgement, and if that meets a connection that has failed meanwhile, UCX ends the whole process
 //! (`ucp_request_try_send`: "Fatal: unexpected error: Endpoint timeout"; seen with 1.13.1 to 1.22.0 when the sender was killed). So
-//! emulated puts have to be asked for.
+//! they have to be asked for. Links of sessions never put there: they send loads, active messages that nobody acknowledges (`tcp::ucx`). But
+//! UCX takes emulated puts from whoever reaches its port.
 
 use std::collections::BTreeSet;
 

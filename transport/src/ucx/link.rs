@@ -25,13 +25,13 @@ use ucx_sys::UCS_OK;
 use super::card::{Card, Token};
 use super::config::UcxConfig;
 use super::error::UcxError;
-use super::events::UcxEvent;
-use super::ffi::{Context, Endpoint, HEADER_BYTES, Worker};
+use super::events::{UcxEvent, UcxSink};
+use super::ffi::{Context, Endpoint, HEADER_BYTES, LOAD, Worker};
 use super::lanes;
 use super::node::LinkId;
 use super::regions::Regions;
 use super::ticket::{Counts, Ticket, TicketId};
-use super::work::{Next, Work};
+use super::work::{Cargo, Load, Next, Work};
 
 /// The most bytes of one put: a cancelled post waits for those that are under way.
 const PUT_BYTES: u64 = 1 << 20;
@@ -89,8 +89,8 @@ pub(super) struct Link {
     flushes: usize,
     /// The peer's keys, by their packed bytes.
     keys: HashMap<Bytes, usize>,
-    /// Headers of [`HELLO`], [`WELCOME`] and [`NOTE`], for as long as a message with one is under way.
-    headers: Box<[[u8; HEADER_BYTES]; 3]>,
+    /// Headers of [`HELLO`], [`WELCOME`], [`NOTE`] and [`LOAD`], for as long as a message with one is under way.
+    headers: Box<[[u8; HEADER_BYTES]; 4]>,
     is_greeted: bool,
     moved: Moved,
     reason: Option<UcxError>,
@@ -124,6 +124,8 @@ enum Purpose {
 struct Flying {
     /// Owns what the puts read.
     work: Option<Work>,
+    /// Owns what the note carries along.
+    load: Option<Load>,
     /// The numbers of the window's keys at the endpoint.
     keys: Vec<usize>,
     note: Bytes,
@@ -142,10 +144,12 @@ impl Link {
         id: LinkId,
         gate: Arc<Gate>,
         config: &UcxConfig,
+        sink: &Rc<dyn UcxSink>,
         now: Instant,
     ) -> Result<(Self, Bytes), UcxError> {
         let token: Token = crate::core::random();
-        let worker = Worker::new(context, token)?;
+        let sink = Rc::clone(sink);
+        let worker = Worker::new(context, token, Box::new(move |load| sink.loaded(id, load)))?;
         let card = Card { token, address: worker.address()? }.encode();
         let link = Self {
             endpoint: None,
@@ -191,7 +195,7 @@ impl Link {
             header[..card.token.len()].copy_from_slice(&card.token);
             header
         };
-        *self.headers = [HELLO, WELCOME, NOTE].map(header);
+        *self.headers = [HELLO, WELCOME, NOTE, LOAD].map(header);
         match Endpoint::new(&self.worker, &card.address) {
             Ok(endpoint) => self.endpoint = Some(endpoint),
             Err(error) => return self.begin_closing(error, now),
@@ -203,12 +207,18 @@ impl Link {
         }
     }
 
-    /// Takes a post; with no work it is only a note.
-    pub(super) fn post(&mut self, id: u64, work: Option<Work>, note: Bytes, now: Instant, out: &mut Vec<UcxEvent>) {
+    /// Takes a post.
+    pub(super) fn post(&mut self, id: u64, cargo: Cargo, note: Bytes, now: Instant, out: &mut Vec<UcxEvent>) {
         let puts = self.ticket(Purpose::Puts(id));
-        let is_work = work.is_some();
+        let (work, load) = match cargo {
+            Cargo::Note => (None, None),
+            Cargo::Puts(work) => (Some(*work), None),
+            Cargo::Load(load) => (None, Some(*load)),
+        };
+        let (is_work, is_load) = (work.is_some(), load.is_some());
         let mut flying = Flying {
             work,
+            load,
             keys: Vec::new(),
             note,
             puts,
@@ -227,6 +237,8 @@ impl Link {
             self.end_post(id, Err(reason), out);
         } else if is_work {
             self.queued.push_back(id);
+        } else if is_load {
+            self.send_load(id, now);
         } else {
             self.send_note(id, now);
         }
@@ -274,11 +286,16 @@ impl Link {
     /// Drives the link once: progress, what came, what ended, what is next. Returns whether anything moved.
     pub(super) fn turn(&mut self, regions: &Regions, now: Instant, out: &mut Vec<UcxEvent>) -> bool {
         let mut moved = false;
+        let loads = self.worker.inbox().loads();
         for _ in 0..PROGRESS_CALLS {
             if self.is_over(now) || !self.worker.progress() {
                 break;
             }
             moved = true;
+            if self.worker.inbox().loads() != loads {
+                // The peer waits for what whoever took them has to say.
+                break;
+            }
         }
         if let Stage::Closing { .. } = self.stage {
             // Only what is under way matters; nothing that comes is heard.
@@ -370,7 +387,8 @@ impl Link {
             Ok(lanes) => {
                 self.stage = Stage::Ready;
                 self.was_ready = true;
-                out.push(UcxEvent::Ready { link: self.id, lanes });
+                let is_native = lanes::is_native(&lanes);
+                out.push(UcxEvent::Ready { link: self.id, lanes, is_native });
             }
             Err(error) => self.begin_closing(error, now),
         }
@@ -391,7 +409,13 @@ impl Link {
                 }
                 let is_ok = ticket.status() == UCS_OK;
                 match purpose {
-                    Purpose::Puts(post) => self.look_at(post, out),
+                    Purpose::Puts(post) => {
+                        if let Some(flying) = self.posts.get_mut(&post).filter(|flying| flying.load.is_some()) {
+                            flying.load = None;
+                            flying.is_noted = is_ok;
+                        }
+                        self.look_at(post, out);
+                    }
                     Purpose::Flush(posts) => {
                         self.flushes -= 1;
                         if is_ok && !is_closing {
@@ -482,6 +506,17 @@ impl Link {
         }
         let started = endpoint.send(&self.headers[usize::from(NOTE) - 1], &flying.note, &ticket);
         ticket.seal();
+        self.check_started(started, now);
+    }
+
+    /// Sends note and bytes at once. They are read, as by puts, until the post's ticket is done.
+    fn send_load(&mut self, id: u64, now: Instant) {
+        let (Some(flying), Some(endpoint)) = (self.posts.get_mut(&id), &self.endpoint) else { return };
+        let Some(load) = &mut flying.load else { return };
+        flying.is_note_sent = true;
+        let header = &self.headers[usize::from(LOAD) - 1];
+        let started = endpoint.send_runs(header, load.after(&flying.note), &flying.puts);
+        flying.puts.seal();
         self.check_started(started, now);
     }
 

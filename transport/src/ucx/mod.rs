@@ -5,7 +5,8 @@
 //! each says [`Ready`](UcxEvent::Ready). The receiver of a grant tells its [`window`](UcxNode::window); the sender
 //! [`post`](UcxNode::post)s into it, and the receiver hears the post's note once all bytes are in place.
 //!
-//! Inside [`Tcp`](crate::Tcp) links carry frames into slots instead of pages (`tcp::ucx`), so that a grant is revoked without a fence.
+//! Inside [`Tcp`](crate::Tcp) links carry frames into slots instead of pages (`tcp::ucx`), so that a grant is revoked without a fence;
+//! where no device puts, note and bytes go in one active message, a *load*, which the receiver copies while UCX has it.
 //!
 //! **Fencing.** A link has a worker of its own. [`fence`](UcxNode::fence) closes the endpoint by force and destroys the worker, and
 //! with it every socket and queue pair through which the peer could write; it needs no word from the peer. That is enough only
@@ -39,4 +40,4 @@ pub use node::{LinkId, UcxNode};
 pub use survey::{UcxFacts, survey};
 pub use ucx_sys::{LIBRARY_VARIABLE as UCX_LIBRARY_VARIABLE, LoadError as UcxLoadError};
 pub use window::RemoteWindow;
-pub(crate) use work::Work;
+pub(crate) use work::{Cargo, Load, Work};

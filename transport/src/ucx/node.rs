@@ -3,6 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::ptr::NonNull;
+use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -21,7 +22,7 @@ use super::ffi::MAX_MESSAGE_BYTES;
 use super::link::Gate;
 use super::survey::UcxFacts;
 use super::window::{RegionKey, RemoteWindow, encode};
-use super::work::Work;
+use super::work::{Cargo, Work};
 use crate::api::{Memory, MemoryKind, PostId, Write};
 use crate::core::{Post, RegionTable};
 use crate::error::TransportError;
@@ -79,7 +80,7 @@ pub(super) enum Command {
     Register { memory: RawRun, reply: SyncSender<Result<RegionKey, UcxError>> },
     Open { link: LinkId, gate: Arc<Gate>, reply: SyncSender<Result<Bytes, UcxError>> },
     Connect { link: LinkId, card: Card },
-    Post { link: LinkId, post: u64, work: Option<Box<Work>>, note: Bytes },
+    Post { link: LinkId, post: u64, cargo: Cargo, note: Bytes },
     Cancel { link: LinkId, post: u64, done: SyncSender<()> },
     Close { link: LinkId, reason: String, done: Option<SyncSender<()>> },
 }
@@ -102,7 +103,7 @@ impl UcxNode {
         let (started, starting) = sync_channel(1);
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("kvferry-ucx".to_owned());
-        let thread = thread.spawn(move || engine::run(&of_thread, library, &sink, &started));
+        let thread = thread.spawn(move || engine::run(&of_thread, library, Rc::new(sink), &started));
         let thread = thread.map_err(UcxError::io("start a thread"))?;
         match starting.recv() {
             Ok(Ok(facts)) => Ok(Self { shared, facts, thread: Mutex::new(Some(thread)), own: Mutex::default() }),
@@ -131,16 +132,17 @@ impl UcxNode {
         let _one_by_one = lock(&self.shared.registering);
         let refuse = |problem: &str| UcxError::Memory { bytes: memory.bytes, problem: problem.to_owned() };
         // All that the table of regions refuses, before UCX pins anything.
-        if memory.kind != MemoryKind::Host {
+        let Some(region) = Region::of(&memory) else {
             // What UCX could put says nothing about who else touches it: slots, from which a receiver copies, are host memory.
             let kinds = self.facts.memory_kinds.join(", ");
-            return Err(refuse(&format!("kvferry gives UCX host memory only, though it says that it can put {kinds}")));
-        }
+            return Err(refuse(&format!(
+                "kvferry gives UCX host memory only (a receiver copies out of slots in it), though UCX says that it can put {kinds}"
+            )));
+        };
         if self.shared.keys.read().unwrap_or_else(PoisonError::into_inner).len() >= MAX_REGIONS {
             return Err(refuse("there are too many regions; register larger ones"));
         }
-        let run =
-            (memory.bytes <= isize::MAX as usize).then(|| Region::new(&memory).run(0, memory.bytes as u64)).flatten();
+        let run = (memory.bytes <= isize::MAX as usize).then(|| region.run(0, memory.bytes as u64)).flatten();
         let run = run.filter(|run| run.bytes() > 0).ok_or_else(|| refuse("a region has 1 to isize::MAX bytes"))?;
         let key = self.ask(|reply| Command::Register { memory: run, reply })??;
         let region = self.shared.regions.add(memory).map_err(UcxError::Write)?;
@@ -238,12 +240,7 @@ impl UcxNode {
             let what = "an extent of the window".to_owned();
             UcxError::Write(TransportError::Range { what, start: 0, end, limit: window.bytes() })
         })?;
-        self.enter(link, post, Some(Box::new(work)), note)
-    }
-
-    /// Puts a part of a post that was cut already.
-    pub(crate) fn post_work(&self, link: LinkId, post: u64, work: Work, note: Bytes) -> Result<(), UcxError> {
-        self.enter(link, post, Some(Box::new(work)), note)
+        self.enter(link, post, Cargo::Puts(Box::new(work)), note)
     }
 
     /// Sends a note without bytes. It may overtake posts.
@@ -251,10 +248,11 @@ impl UcxNode {
     /// # Errors
     /// As [`UcxNode::post`].
     pub fn send(&self, link: LinkId, post: u64, note: Bytes) -> Result<(), UcxError> {
-        self.enter(link, post, None, note)
+        self.enter(link, post, Cargo::Note, note)
     }
 
-    fn enter(&self, link: LinkId, post: u64, work: Option<Box<Work>>, note: Bytes) -> Result<(), UcxError> {
+    /// Sends bytes with a note. A load ends when UCX needs its source no more; it may be under way still.
+    pub(crate) fn enter(&self, link: LinkId, post: u64, cargo: Cargo, note: Bytes) -> Result<(), UcxError> {
         let (found, limit) = (note.len() as u64, MAX_MESSAGE_BYTES as u64);
         if found > limit {
             return Err(UcxError::Limit { what: "bytes of a note", found, limit });
@@ -265,7 +263,7 @@ impl UcxNode {
         let entered = if found > limit {
             Err(UcxError::Limit { what: "posts of one UCX link", found: found as u64, limit: limit as u64 })
         } else {
-            self.command(Command::Post { link, post, work, note })
+            self.command(Command::Post { link, post, cargo, note })
         };
         if entered.is_err() {
             gate.posts.fetch_sub(1, Ordering::Relaxed);
@@ -277,6 +275,13 @@ impl UcxNode {
     /// way, or, if they do not end in time, for the end of the link.
     pub fn cancel(&self, link: LinkId, post: u64) {
         self.wait(|done| Command::Cancel { link, post, done });
+    }
+
+    /// Begins to end a post early, if it has not ended; its event says when nothing of its source is read any more.
+    pub(crate) fn give_up(&self, link: LinkId, post: u64) {
+        let (done, _nobody) = sync_channel(1);
+        // If the thread is over nothing is under way.
+        let _ = self.command(Command::Cancel { link, post, done });
     }
 
     /// Ends a link without the peer's help. After this returns no byte of the peer lands through it: its worker, and with it

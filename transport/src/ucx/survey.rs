@@ -115,8 +115,8 @@ fn notes(version: Version, found: &[String], transports: &[String], settings: &[
             ));
         }
         notes.push(
-            "puts over tcp are emulated by UCX, which aborts the receiving process if a sender dies amid them; kvferry's own tcp is \
-             faster and survives that"
+            "puts over tcp are emulated by UCX, which aborts the receiving process if a sender dies amid them; sessions send active \
+             messages there instead, and kvferry's own tcp is faster"
                 .to_owned(),
         );
         notes.push(

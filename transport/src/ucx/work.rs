@@ -8,7 +8,7 @@ use kvferry_protocol::pages::Extent;
 use super::window::{RemoteRun, RemoteWindow};
 use crate::api::Slab;
 use crate::core::{Post, RunList};
-use crate::raw::RawRun;
+use crate::raw::{self, RawRun};
 
 /// How many runs of either side are looked up at once.
 const BATCH_RUNS: usize = 64;
@@ -28,6 +28,50 @@ pub(crate) struct Work {
     remote_at: u64,
     local: VecDeque<RawRun>,
     remote: VecDeque<RemoteRun>,
+}
+
+/// A part of a post that was cut already and goes with its note, in one message.
+pub(crate) struct Load {
+    /// Owns what the runs are; a slab may outlive its post.
+    _post: Arc<Post>,
+    _slabs: Vec<Arc<dyn Slab>>,
+    /// What was brought together of many runs.
+    _gathered: Vec<u8>,
+    /// The note, and after it the bytes. The note is owned by whoever holds the load.
+    runs: Vec<RawRun>,
+}
+
+/// With the note, UCX's header and tcp's, as many as UCX sends in one message without a copy (`UCP_MAX_IOV`).
+const MAX_LOAD_RUNS: usize = 14;
+
+impl Load {
+    /// `None` if the post ended.
+    pub(crate) fn new(post: Arc<Post>, mut runs: Vec<RawRun>) -> Option<Self> {
+        let slabs = post.slabs()?;
+        let mut gathered = Vec::new();
+        if runs.len() > MAX_LOAD_RUNS {
+            let _reading = post.read_source()?;
+            gathered = raw::gather(&runs);
+            runs = vec![RawRun::of(&gathered)];
+        }
+        Some(Self { _post: post, _slabs: slabs, _gathered: gathered, runs })
+    }
+
+    /// What UCX is to send; `note` lives as long as the load.
+    pub(super) fn after(&mut self, note: &[u8]) -> &[RawRun] {
+        self.runs.insert(0, RawRun::of(note));
+        &self.runs
+    }
+}
+
+/// What a post sends.
+pub(crate) enum Cargo {
+    /// Nothing but its note.
+    Note,
+    /// Bytes that are put into the peer's window; the note follows.
+    Puts(Box<Work>),
+    /// Bytes behind the note.
+    Load(Box<Load>),
 }
 
 /// What comes next of a post.

@@ -324,6 +324,26 @@ pub const UCP_AM_HANDLER_PARAM_FIELD_FLAGS: ucp_am_handler_param_field = 2;
 pub const UCP_AM_HANDLER_PARAM_FIELD_CB: ucp_am_handler_param_field = 4;
 pub const UCP_AM_HANDLER_PARAM_FIELD_ARG: ucp_am_handler_param_field = 8;
 pub type ucp_am_handler_param_field = ::std::os::raw::c_uint;
+pub const UCP_DATATYPE_CONTIG: ucp_dt_type = 0;
+pub const UCP_DATATYPE_STRIDED: ucp_dt_type = 1;
+pub const UCP_DATATYPE_IOV: ucp_dt_type = 2;
+pub const UCP_DATATYPE_GENERIC: ucp_dt_type = 7;
+pub const UCP_DATATYPE_SHIFT: ucp_dt_type = 3;
+pub const UCP_DATATYPE_CLASS_MASK: ucp_dt_type = 7;
+pub type ucp_dt_type = ::std::os::raw::c_uint;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ucp_dt_iov {
+    pub buffer: *mut ::std::os::raw::c_void,
+    pub length: usize,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ucp_dt_iov"][::std::mem::size_of::<ucp_dt_iov>() - 16usize];
+    ["Alignment of ucp_dt_iov"][::std::mem::align_of::<ucp_dt_iov>() - 8usize];
+    ["Offset of field: ucp_dt_iov::buffer"][::std::mem::offset_of!(ucp_dt_iov, buffer) - 0usize];
+    ["Offset of field: ucp_dt_iov::length"][::std::mem::offset_of!(ucp_dt_iov, length) - 8usize];
+};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ucp_params {

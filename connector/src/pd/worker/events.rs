@@ -217,7 +217,9 @@ impl Driver {
             self.meet(transfer, peer, message);
         } else if ours(self.taking.entries.get(&transfer).map(|entry| &entry.peer)) {
             self.taken_message(transfer, message);
-        } else if let (Message::Grant(_), Some(why)) = (&message, self.ended.why(transfer, peer.tp_rank)) {
+        } else if !self.early.is_declined(&peer, transfer)
+            && let (Message::Grant(_), Some(why)) = (&message, self.ended.why(transfer, peer.tp_rank))
+        {
             let why = why.to_owned();
             self.decline(&peer, transfer, &why);
         } else if let Some(answer) = self.early.message(self.now(), &peer, message) {

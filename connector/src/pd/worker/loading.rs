@@ -61,6 +61,11 @@ impl Loading {
         (self.blocks.clone(), self.tokens.start)
     }
 
+    /// The first token that is loaded; what is before it is here.
+    pub(super) const fn first_token(&self) -> u32 {
+        self.tokens.start
+    }
+
     /// What to ask the prefill engine when its rank 0 comes up.
     pub(super) fn ask(&self) -> Option<Vec<u8>> {
         (!self.ask.is_empty() && !self.progress.has_begun()).then(|| self.ask.clone())

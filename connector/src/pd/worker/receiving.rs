@@ -520,11 +520,14 @@ impl Driver {
         entry.over = true;
         let (load, began, elapsed) = (entry.load, entry.began, now.since(entry.began));
         let entry = &self.receiving[&transfer];
+        // What was verified after its end was decided is good, but it was not made to be read where it lies.
+        let kept = self.loads.get(&load).filter(|_| entry.in_place && end.verdict != Verdict::Done).map(Loading::first_token);
+        let good_until_token = kept.unwrap_or(end.good_until_token);
         let (reason, good_until) = match (&end.verdict, &entry.refusal, &entry.spoiled) {
             (verdict, _, Some(spoiled)) => (Some(spoiled_end(verdict, spoiled)), 0),
-            (Verdict::Done, _, None) => (None, end.good_until_token),
-            (_, Some(refusal), None) => (Some(refusal.clone()), end.good_until_token),
-            (verdict, None, None) => (Some(self.why(verdict, transfer, entry)), end.good_until_token),
+            (Verdict::Done, _, None) => (None, good_until_token),
+            (_, Some(refusal), None) => (Some(refusal.clone()), good_until_token),
+            (verdict, None, None) => (Some(self.why(verdict, transfer, entry)), good_until_token),
         };
         // The sender could not hand over what it was asked for: the next load is asked for as ever.
         let is_refused = entry.in_place && matches!(&end.verdict, Verdict::Failed(why) if why.reason == Reason::Engine);

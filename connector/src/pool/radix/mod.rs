@@ -31,7 +31,7 @@ use std::sync::Arc;
 use kvferry_protocol::BlockId;
 
 use super::hash::BlockHash;
-use super::table::Returns;
+use super::returns::Returns;
 use super::{BlockPool, BlockTable, PoolError, PrefixChange};
 use sequence::Lock;
 use tree::{NodeId, Tree, TreeCounts};

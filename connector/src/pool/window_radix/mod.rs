@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use kvferry_protocol::BlockId;
 
-use super::table::Returns;
+use super::returns::Returns;
 use super::{BlockPool, Kept, PoolError};
 use sequence::PathLock;
 use tree::{Freed, NodeId, Tree, TreeCounts};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvferry_protocol::BlockId;
 
-use super::super::table::Returns;
+use super::super::returns::Returns;
 use super::super::{BlockTable, PoolError};
 use super::tree::NodeId;
 

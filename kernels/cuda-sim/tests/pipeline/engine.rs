@@ -133,7 +133,9 @@ fn manifest() -> Manifest {
 impl Engine {
     pub(crate) fn new(setup: &Setup, place: Place, network: &LoopbackNetwork) -> Self {
         let Setup { name, role, layout, tokens_per_block, extra } = setup;
-        let text = format!("engine_id = \"{name}\"\nrole = \"{role}\"\ntransport = \"loopback\"\n{extra}");
+        // A machine that does other things, too, may not run a thread for a while: nothing here is about time.
+        let deadlines = "progress_deadline_ms = 30000\nverdict_timeout_ms = 30000\nabsent_deadline_ms = 30000\n";
+        let text = format!("engine_id = \"{name}\"\nrole = \"{role}\"\ntransport = \"loopback\"\n{extra}{deadlines}");
         let raw = RawConfig::from_toml(&text).unwrap();
         let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
         let (shape, order) = (shape(BLOCKS, *tokens_per_block), layout.parse().unwrap());

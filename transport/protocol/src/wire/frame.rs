@@ -82,10 +82,12 @@ pub enum Refusal {
     Sealed,
     /// The grant takes what is lent of memory that the receiver has mapped, and this is not.
     NotInPlace,
+    /// The grant is of memory of a device, and a processor carries the frame.
+    DeviceMemory,
 }
 
 impl Refusal {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::UnknownGrant,
         Self::OutOfWindow,
         Self::BadExtent,
@@ -95,6 +97,7 @@ impl Refusal {
         Self::Cancelled,
         Self::Sealed,
         Self::NotInPlace,
+        Self::DeviceMemory,
     ];
 
     /// The refusal in words.
@@ -110,6 +113,9 @@ impl Refusal {
             Self::Cancelled => "the sender cancelled it",
             Self::Sealed => "the receiver uses these bytes already",
             Self::NotInPlace => "the grant takes lent runs of mapped memory only, in long runs",
+            Self::DeviceMemory => {
+                "the grant is of a device's memory, which no processor of the receiver writes: only the sender's RDMA devices can"
+            }
         }
     }
 

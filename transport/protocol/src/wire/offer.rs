@@ -30,6 +30,8 @@ impl OfferKind {
     pub const RDMA: Self = Self(5);
     /// On Unix lanes with shared memory: writes that the receiver reads where they lie, under grants whose key is odd.
     pub const IN_PLACE: Self = Self(6);
+    /// Beside RDMA: regions may be told as memory of a device, whose grants no lane carries.
+    pub const DEVICE_MEMORY: Self = Self(7);
 }
 
 /// One of them, with what the peer needs to use it.

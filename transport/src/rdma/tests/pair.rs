@@ -102,8 +102,9 @@ impl Side {
         let adapter = Arc::new(Adapter::open(&config()).unwrap());
         let memory = Box::leak(vec![0u8; PAGE * PAGES].into_boxed_slice());
         let (address, bytes) = (NonNull::new(memory.as_mut_ptr()).unwrap(), memory.len());
-        let region = Region::new(&Memory { address, bytes, kind: MemoryKind::Host, file: None });
-        adapter.register(region).unwrap();
+        let memory = Memory { address, bytes, kind: MemoryKind::Host, file: None };
+        let region = Region::of(&memory).unwrap();
+        adapter.register(&memory).unwrap();
         let rails = Rails::new(&adapter, 1, Instant::now()).unwrap();
         Self { rails, adapter, region, control: None, child: None, sessions: 1 }
     }

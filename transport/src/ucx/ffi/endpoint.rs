@@ -144,6 +144,30 @@ impl Endpoint {
         })
     }
 
+    /// The same for data that lies in several places. The list stays, too, until `ticket` is done.
+    pub(in crate::ucx) fn send_runs(
+        &self,
+        header: &[u8; HEADER_BYTES],
+        runs: &[RawRun],
+        ticket: &Rc<Ticket>,
+    ) -> Result<(), ucs_status_t> {
+        const { assert!(size_of::<RawRun>() == size_of::<sys::ucp_dt_iov>()) }
+        self.check_open("send").map_err(|_| sys::UCS_ERR_NOT_CONNECTED)?;
+        let library = self.worker.context.library;
+        self.start(ticket, |params| {
+            params.op_attr_mask |= sys::UCP_OP_ATTR_FIELD_FLAGS | sys::UCP_OP_ATTR_FIELD_DATATYPE;
+            params.flags = sys::UCP_AM_SEND_FLAG_EAGER;
+            params.datatype = sys::UCP_DATATYPE_IOV.into();
+            // A run is an address and a length, as a `ucp_dt_iov` is.
+            let (start, count) = (runs.as_ptr().cast(), runs.len());
+            let header = header.as_ptr().cast();
+            // SAFETY: the endpoint is live and belongs to this thread; the caller keeps header, list and runs.
+            unsafe {
+                library.ucp_am_send_nbx(self.raw, MESSAGE_ID, header, HEADER_BYTES, start, count, &raw const *params)
+            }
+        })
+    }
+
     /// Gives the connection up without the peer's help; all operations end, with an error if they had not yet.
     pub(in crate::ucx) fn close(&mut self, ticket: &Rc<Ticket>) {
         if std::mem::replace(&mut self.is_closed, true) {

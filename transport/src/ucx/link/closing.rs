@@ -22,6 +22,7 @@ impl Link {
             _ => now,
         };
         self.stage = Stage::Closing { until, is_closed: false };
+        self.worker.inbox().shut();
         self.reason = Some(reason);
         self.queued.clear();
         self.to_flush.clear();
