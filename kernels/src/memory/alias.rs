@@ -154,7 +154,7 @@ impl HostKvCache {
     /// done, its own block is not let go, and it can be asked for again.
     pub fn settle(&self, blocks: &[BlockId], how: Settle) -> Result<usize, KernelError> {
         let view = self.view();
-        blocks.iter().try_for_each(|&block| view.check_block(block))?;
+        blocks.iter().try_for_each(|&block| view.shape().check_block(block))?;
         let mut pages = 0;
         for &block in blocks {
             for layer in 0..view.layout().shape().layers {

@@ -521,7 +521,8 @@ impl Driver {
         let (load, began, elapsed) = (entry.load, entry.began, now.since(entry.began));
         let entry = &self.receiving[&transfer];
         // What was verified after its end was decided is good, but it was not made to be read where it lies.
-        let kept = self.loads.get(&load).filter(|_| entry.in_place && end.verdict != Verdict::Done).map(Loading::first_token);
+        let kept =
+            self.loads.get(&load).filter(|_| entry.in_place && end.verdict != Verdict::Done).map(Loading::first_token);
         let good_until_token = kept.unwrap_or(end.good_until_token);
         let (reason, good_until) = match (&end.verdict, &entry.refusal, &entry.spoiled) {
             (verdict, _, Some(spoiled)) => (Some(spoiled_end(verdict, spoiled)), 0),
