@@ -460,5 +460,5 @@ fn run(paths: &[&str], transfers: u64, seed: u64) {
 
 /// What remembering ended transfers may take; a leak of a block a transfer would be far more.
 const MOST_GROWTH_KIB: u64 = 8 << 10;
-/// As many times the transfers that were asked for, until some have ended in each way.
+/// How many times the transfers that were asked for are run at most, until some have ended in each way.
 const MOST_TIMES: u64 = 10;

@@ -332,11 +332,11 @@ fn a_wrong_number_of_readers_is_refused_on_both_sides_with_what_to_set() {
         let (mut prefill, mut decode) = groups((&send, from), (&load, to), &make);
         let request = fetch("d", 1, 20, prefill.addresses());
         let blocks = decode.blocks(0, 20);
+        let reader = group::config(&load, 0, to).peer().clone();
         if asked_first {
             decode.start_load(&request, &blocks, 0);
-            prefill.question();
+            assert_eq!(prefill.question(), reader);
         }
-        let reader = group::config(&load, 0, to).peer().clone();
         let (source, source_blocks) = accept(&mut prefill, said, 20, Some(reader));
         prefill.prefill_step(&source, &source_blocks, 0..20);
         if !asked_first {

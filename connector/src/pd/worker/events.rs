@@ -217,6 +217,7 @@ impl Driver {
             self.meet(transfer, peer, message);
         } else if ours(self.taking.entries.get(&transfer).map(|entry| &entry.peer)) {
             self.taken_message(transfer, message);
+        // One that was declined to this peer before it asked is answered below, with the reason that was given then.
         } else if !self.early.is_declined(&peer, transfer)
             && let (Message::Grant(_), Some(why)) = (&message, self.ended.why(transfer, peer.tp_rank))
         {
