@@ -120,7 +120,8 @@ fn every_key_can_stand_in_the_file_and_in_the_environment() {
     environment.overlay_env(variables).unwrap();
     assert_eq!(file, environment);
     // What these name is read where it stands, and this file holds nothing of the kind.
-    let mut raw = RawConfig { psk_file: None, psk_also_file: None, tls_names: None, ..file };
+    // Nor is there a tier beside reading in place.
+    let mut raw = RawConfig { psk_file: None, psk_also_file: None, tls_names: None, same_host: None, ..file };
     (raw.tls_certificate_file, raw.tls_key_file, raw.tls_authority_file) = (None, None, None);
     let config = ConnectorConfig::try_from((raw, Incarnation::new(1))).unwrap();
     assert_eq!(config.peer().to_string(), "d.1#1/pp2tp3");
