@@ -14,7 +14,7 @@ use kvferry_protocol::wire::{
     VERSIONS, Verdict, VersionRange,
 };
 use kvferry_protocol::{PeerId, RegionId};
-use kvferry_transport::testing::{Node, PATIENCE, Proxy, ProxyPlan, peer};
+use kvferry_transport::testing::{Flow, Node, PATIENCE, Proxy, ProxyPlan, Towards, peer};
 use kvferry_transport::{
     Event, GrantKey, PeerAddress, Source, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError, Write,
 };
@@ -364,6 +364,39 @@ fn a_cut_in_the_middle_of_a_write_ends_it_on_both_sides_and_a_new_session_comes(
     let post = a.post(&b.peer, grant, 0, 0, 0, 64);
     a.wait_posted(post).unwrap();
     drop((a, b));
+}
+
+/// TCP does not lose bytes, but what ends it between two hosts can: then whole frames are gone, and nothing is torn.
+#[test]
+fn a_message_that_is_lost_between_two_hosts_ends_the_session() {
+    for towards in [Towards::Dialler, Towards::Target] {
+        let file = TcpConfigFile { keepalive_ms: 10, ..config() };
+        let (mut a, mut b) = (node("a", file.clone(), 64), node("b", file, 64));
+        let proxy = Proxy::new(address(&b), ProxyPlan::default());
+        a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
+        (a.wait_up(&b.peer), b.wait_up(&a.peer));
+        let (from, to) = match towards {
+            Towards::Dialler => (&b, &mut a),
+            Towards::Target => (&a, &mut b),
+        };
+        let deadline = Instant::now() + PATIENCE;
+        let down = loop {
+            proxy.set_flow(towards, Flow::Vanish);
+            let before = proxy.carried(towards);
+            // It fails when the session is down.
+            let _ = from.transport.send(&to.peer, Bytes::from_static(b"lost"));
+            while from.transport.stats().sessions_up > 0 && proxy.carried(towards) == before {
+                std::thread::yield_now();
+            }
+            proxy.set_flow(towards, Flow::Pass);
+            let mut heard = to.drain().into_iter();
+            if let Some(down) = heard.find(|event| matches!(event, Event::Down { peer: Some(_), .. })) {
+                break down;
+            }
+            assert!(Instant::now() < deadline, "nobody noticed");
+        };
+        assert!(format!("{down:?}").contains("loses bytes"), "{towards:?}: {down:?}");
+    }
 }
 
 #[test]

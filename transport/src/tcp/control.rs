@@ -36,8 +36,10 @@ pub(crate) struct Control {
     output: Vec<u8>,
     sent: usize,
     /// Answers that the lane itself owes.
-    answers: Vec<u8>,
+    answers: Vec<FrameHeader>,
     heard_at: Instant,
+    /// How many bytes of the lane came.
+    heard_bytes: u64,
     pinged_at: Instant,
     /// How long the peer is silent before it is asked.
     quiet: Duration,
@@ -68,6 +70,7 @@ impl Control {
             sent: 0,
             answers: Vec::new(),
             heard_at: now,
+            heard_bytes: 0,
             pinged_at: now,
             quiet,
             again: true,
@@ -182,7 +185,7 @@ impl Control {
     }
 
     fn check_answers(&self) -> Result<(), TransportError> {
-        let (found, limit) = (self.answers.len() as u64, MAX_ANSWER_BYTES as u64);
+        let (found, limit) = ((self.answers.len() * FrameHeader::BYTES) as u64, MAX_ANSWER_BYTES as u64);
         if found <= limit {
             return Ok(());
         }
@@ -196,8 +199,11 @@ impl Control {
             FrameKind::Message => {
                 core.events.push(Event::Message { peer: session.peer.clone(), message: Bytes::from(body) });
             }
-            FrameKind::Ping => self.answer(FrameHeader::empty(FrameKind::Pong)),
-            FrameKind::Pong => {}
+            FrameKind::Ping => {
+                self.check_place(header)?;
+                self.answer(FrameHeader::empty(FrameKind::Pong));
+            }
+            FrameKind::Pong => self.check_place(header)?,
             FrameKind::Ack | FrameKind::Refuse => {
                 session.verdict(core, header.grant, header.sequence, header.refusal);
                 self.has_verdicts = true;
@@ -247,6 +253,17 @@ impl Control {
         Ok(())
     }
 
+    /// Whether all of the lane came that was sent before a ping or a pong. What was lost nobody would send again: a write's end, a verdict.
+    fn check_place(&self, header: &FrameHeader) -> Result<(), TransportError> {
+        let (sent, came) = (header.write_bytes, self.heard_bytes - FrameHeader::BYTES as u64);
+        if sent == 0 || sent == came {
+            return Ok(());
+        }
+        let problem =
+            format!("{sent} bytes were sent on it and {came} came: something between the two hosts loses bytes");
+        Err(self.broken("read the control lane", io::Error::new(io::ErrorKind::InvalidData, problem)))
+    }
+
     /// The answer is given when who holds the write lets go.
     fn recalled(&self, core: &Core, header: &FrameHeader, is_new: bool) {
         if is_new {
@@ -256,7 +273,7 @@ impl Control {
     }
 
     fn answer(&mut self, header: FrameHeader) {
-        self.answers.extend_from_slice(&header.encode(self.session.version));
+        self.answers.push(header);
     }
 
     fn write(&mut self) -> Result<(), TransportError> {
@@ -287,7 +304,7 @@ impl Control {
             self.input.truncate(got + result.as_ref().unwrap_or(&0));
             match result {
                 Ok(0) => return Err(self.broken("read the control lane", io::ErrorKind::UnexpectedEof.into())),
-                Ok(_) => self.heard_at = now,
+                Ok(read) => (self.heard_at, self.heard_bytes) = (now, self.heard_bytes + read as u64),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(self.broken("read the control lane", error)),
@@ -299,11 +316,7 @@ impl Control {
     /// Says why the session ends, if that can be said without waiting, and closes the lane.
     pub(crate) fn close(mut self, reason: Option<&str>) {
         if let Some(reason) = reason {
-            let end = reason.floor_char_boundary(MAX_GOODBYE_BYTES);
-            let body = &reason.as_bytes()[..end];
-            let mut goodbye = FrameHeader::with_body(FrameKind::Goodbye, body).encode(self.session.version).to_vec();
-            goodbye.extend_from_slice(body);
-            self.answers.append(&mut goodbye);
+            self.session.queue_goodbye(&reason[..reason.floor_char_boundary(MAX_GOODBYE_BYTES)]);
             // The peer also learns it from the connection's end.
             let _ = self.write();
         }

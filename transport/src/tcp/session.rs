@@ -76,6 +76,8 @@ struct ControlQueue {
     bytes: usize,
     /// What the socket did not take of a frame that [`Session::send_control`] began: goes before all others.
     rest: Vec<u8>,
+    /// How many bytes have their place in the lane: those that were written, or are about to be.
+    placed: u64,
     /// The control thread is in the middle of some bytes.
     is_writing: bool,
     /// Where who sends may write a frame itself, if the control thread writes nothing; not with TLS, and not when the session is over.
@@ -260,6 +262,9 @@ impl Session {
             Some(socket) => ffi::send_runs(socket.as_fd(), &[RawRun::of(&frame)]).unwrap_or(0),
             None => 0,
         };
+        if sent > 0 {
+            control.placed += frame.len() as u64;
+        }
         if sent == frame.len() {
             return Ok(false);
         }
@@ -292,23 +297,48 @@ impl Session {
         Ok([&header.encode(self.version)[..], body].concat())
     }
 
+    /// Puts the session's end before all that waits.
+    pub(crate) fn queue_goodbye(&self, reason: &str) {
+        let header = FrameHeader::with_body(FrameKind::Goodbye, reason.as_bytes());
+        let frame = [&header.encode(self.version)[..], reason.as_bytes()].concat();
+        let mut control = lock(&self.control);
+        control.bytes += frame.len();
+        control.frames.push_front(frame);
+    }
+
     /// What the control thread writes next, `answers` before what others queued. Until it asks again and there is nothing, nobody else
     /// writes.
-    pub(crate) fn next_control(&self, answers: &mut Vec<u8>) -> Option<Vec<u8>> {
+    pub(crate) fn next_control(&self, answers: &mut Vec<FrameHeader>) -> Option<Vec<u8>> {
         let mut control = lock(&self.control);
         let next = if !control.rest.is_empty() {
+            // It had its place when it was begun.
             let rest = std::mem::take(&mut control.rest);
             control.bytes -= rest.len();
             Some(rest)
-        } else if !answers.is_empty() {
-            Some(std::mem::take(answers))
         } else {
-            let frame = control.frames.pop_front();
-            control.bytes -= frame.as_ref().map_or(0, Vec::len);
-            frame
+            let next = match answers.is_empty() {
+                true => control.frames.pop_front().inspect(|frame| control.bytes -= frame.len()),
+                false => Some(self.encode_answers(control.placed, answers)),
+            };
+            control.placed += next.as_ref().map_or(0, |next| next.len() as u64);
+            next
         };
         control.is_writing = next.is_some();
         next
+    }
+
+    /// The bytes of answers that go to a place of the lane. A ping and a pong say which it is, so that the peer finds out if bytes before
+    /// them were lost.
+    fn encode_answers(&self, mut place: u64, answers: &mut Vec<FrameHeader>) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(answers.len() * FrameHeader::BYTES);
+        for mut header in answers.drain(..) {
+            if matches!(header.kind, FrameKind::Ping | FrameKind::Pong) {
+                header.write_bytes = place;
+            }
+            bytes.extend_from_slice(&header.encode(self.version));
+            place += FrameHeader::BYTES as u64;
+        }
+        bytes
     }
 
     /// Ends a post at the receiver's word.

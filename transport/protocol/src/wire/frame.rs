@@ -34,9 +34,10 @@ pub enum FrameKind {
     Cancel,
     /// A message; the table is its bytes. On the control lane.
     Message,
-    /// Are you there?
+    /// Are you there? `write_bytes` says how many bytes of the lane came before it, or 0 of a peer that does not count them. On the
+    /// control lane, as the next one.
     Ping,
-    /// Yes.
+    /// Yes; `write_bytes` as in a ping.
     Pong,
     /// The session ends; the table is the reason, in UTF-8.
     Goodbye,
@@ -157,7 +158,7 @@ pub struct FrameHeader {
     pub table_bytes: u32,
     /// Bytes after the table, as many as the extents hold.
     pub payload_bytes: u32,
-    /// Payload bytes of the whole write.
+    /// Payload bytes of the whole write; in a ping or a pong, bytes of the lane before it.
     pub write_bytes: u64,
     /// CRC-32 of the table.
     pub table_checksum: u32,
