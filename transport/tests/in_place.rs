@@ -409,6 +409,17 @@ fn runs_that_were_never_shared_end_the_session_and_give_nobody_anything() {
     }
 }
 
+/// A descriptor may be lost on its way where there is no room for more.
+#[test]
+fn where_something_shared_could_not_be_mapped_no_grant_in_place_is_given() {
+    let mut b = node("b");
+    let (mut hand, _, _) = sender(&mut b);
+    b.transport.grant_in_place(&peer("hand", 1), 64).unwrap();
+    assert!(hand.share(&Share { region: 1, ..region(64) }, None).unwrap().contains("descriptor"));
+    let refused = b.transport.grant_in_place(&peer("hand", 1), 64).unwrap_err();
+    assert!(refused.to_string().contains("no descriptor came with it"), "{refused}");
+}
+
 #[test]
 fn without_a_tether_nothing_is_taken_in_place() {
     let mut b = node("b");

@@ -35,6 +35,8 @@ struct State {
     /// The peer's process was read and showed its board.
     is_process_proved: bool,
     regions: HashMap<u32, Arc<Foreign>>,
+    /// What of it was of no use here, the first of it.
+    problem: Option<String>,
     /// Kept open while the session lasts, and by what is held in place beyond that.
     tether: Option<Arc<OwnedFd>>,
 }
@@ -57,11 +59,30 @@ impl Borrower {
 
     /// Takes what the peer shares, or says why it is of no use here.
     pub(crate) fn accept(&self, share: &Share, file: Option<OwnedFd>) -> Result<(), String> {
-        match share.region {
+        let accepted = match share.region {
             BOARD => self.accept_board(share, file),
             TETHER => self.accept_tether(file),
             _ => self.accept_region(share, file),
+        };
+        accepted.inspect_err(|problem| self.note_problem(share.region, problem))
+    }
+
+    /// Something came that is of no use, unless the like of it came before.
+    fn note_problem(&self, region: u32, problem: &str) {
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        let is_here = match region {
+            BOARD => state.board.is_some() || state.is_process_proved,
+            TETHER => state.tether.is_some(),
+            _ => state.regions.contains_key(&region),
+        };
+        if !is_here {
+            state.problem.get_or_insert_with(|| problem.to_owned());
         }
+    }
+
+    /// Why something that the peer shared cannot be read, if that is so.
+    pub(crate) fn problem(&self) -> Option<String> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner).problem.clone()
     }
 
     fn accept_tether(&self, file: Option<OwnedFd>) -> Result<(), String> {

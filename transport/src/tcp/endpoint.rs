@@ -317,6 +317,10 @@ impl Shared {
             );
             return Err(TransportError::Refused { reason });
         }
+        // Its peer could not fulfil it, and would say so only when all is computed.
+        if let Some(problem) = session.sharing.as_ref().and_then(|sharing| sharing.borrower.problem()) {
+            return Err(TransportError::Refused { reason: format!("memory of {peer} cannot be read here: {problem}") });
+        }
         self.core.grant_in_place(peer, session.key, bytes)
     }
 
