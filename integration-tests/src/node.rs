@@ -238,10 +238,15 @@ impl Node {
     /// What is held for transfers and requests: transfers, grants, leases, early messages, slabs, blocks.
     #[must_use]
     pub fn held(&self) -> f64 {
+        self.holds().map(|(_, value)| value).sum()
+    }
+
+    fn holds(&self) -> impl Iterator<Item = (&'static str, f64)> {
         let gauges =
             ["transfers_live", "grants_live", "leases_live", "early_grants_live", "slab_pool_used_bytes", "held_bytes"];
         let blocks = self.metric("kvferry_pool_blocks", "") - self.metric("kvferry_pool_blocks_free", "");
-        gauges.iter().map(|gauge| self.metric(&format!("kvferry_{gauge}"), "")).sum::<f64>() + blocks
+        let gauges = gauges.map(|gauge| (gauge, self.metric(&format!("kvferry_{gauge}"), "")));
+        gauges.into_iter().chain([("blocks", blocks)]).filter(|&(_, value)| value != 0.0)
     }
 
     /// Waits until nothing is held.
@@ -249,7 +254,11 @@ impl Node {
     /// # Panics
     /// If something stays longer than the node's deadlines allow, or if the node has logged at ERROR.
     pub fn wait_until_free(&self, who: &str) {
-        self.wait_within(self.limits.free, &|| format!("{who} holds nothing"), || self.held() == 0.0);
+        self.wait_within(
+            self.limits.free,
+            &|| format!("{who} holds nothing of {:?}", self.holds().collect::<Vec<_>>()),
+            || self.held() == 0.0,
+        );
         self.assert_calm(who);
     }
 
