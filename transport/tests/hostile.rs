@@ -308,8 +308,12 @@ fn share_something(chance: &mut Chance, hand: &mut ByHand) -> bool {
         };
         let bytes = if wild && chance.one_in(3) { 1 + (chance.number() >> 2) } else { 4096 };
         let share = Share { region, bytes, reach, proof: 0 };
-        if matches!(reach, Reach::Address { .. }) || wild && chance.one_in(4) {
+        if matches!(reach, Reach::Address { .. }) {
             hand.share(&share, None);
+        } else if wild && chance.one_in(8) {
+            // A descriptor that is missing ends the session.
+            hand.tell(&share, None);
+            break;
         } else {
             hand.share(&share, Some(&file(chance)));
         }

@@ -409,15 +409,25 @@ fn runs_that_were_never_shared_end_the_session_and_give_nobody_anything() {
     }
 }
 
-/// A descriptor may be lost on its way where there is no room for more.
 #[test]
-fn where_something_shared_could_not_be_mapped_no_grant_in_place_is_given() {
+fn where_something_shared_cannot_be_mapped_no_grant_in_place_is_given() {
     let mut b = node("b");
-    let (mut hand, _, _) = sender(&mut b);
+    let (mut hand, _words, _tether) = sender(&mut b);
     b.transport.grant_in_place(&peer("hand", 1), 64).unwrap();
-    assert!(hand.share(&Share { region: 1, ..region(64) }, None).unwrap().contains("descriptor"));
+    let short = file(&[0x2d; 4096], SealFlags::SHRINK);
+    let problem = hand.share(&Share { region: 1, ..region(8192) }, Some(&short)).unwrap();
     let refused = b.transport.grant_in_place(&peer("hand", 1), 64).unwrap_err();
-    assert!(refused.to_string().contains("no descriptor came with it"), "{refused}");
+    assert!(refused.to_string().contains(&problem), "{refused}");
+}
+
+/// The system throws it away where there is no room for more.
+#[test]
+fn a_descriptor_that_is_lost_on_its_way_ends_the_session() {
+    let mut b = node("b");
+    let (mut hand, _words, _tether) = sender(&mut b);
+    hand.tell(&Share { region: 1, ..region(8192) }, None);
+    let Event::Down { reason, .. } = b.wait_down(&peer("hand", 1)) else { panic!() };
+    assert!(format!("{reason:?}").contains("too many files"), "{reason:?}");
 }
 
 #[test]

@@ -54,7 +54,15 @@ impl ByHand {
         Self { control, data }
     }
 
+    /// Shares memory; returns the peer's problem with it.
     pub(crate) fn share(&mut self, share: &Share, file: Option<&OwnedFd>) -> Option<String> {
+        self.tell(share, file);
+        let (header, body) = self.word(FrameKind::Mapped);
+        assert_eq!(header.sequence, share.region);
+        (!body.is_empty()).then(|| String::from_utf8(body).unwrap())
+    }
+
+    pub(crate) fn tell(&mut self, share: &Share, file: Option<&OwnedFd>) {
         let table = share.encode();
         let header = FrameHeader { sequence: share.region, ..FrameHeader::with_body(FrameKind::Share, &table) };
         let bytes = [&header.encode(VERSION)[..], &table].concat();
@@ -69,9 +77,6 @@ impl ByHand {
             }
             None => self.data.write_all(&bytes).unwrap(),
         }
-        let (header, body) = self.word(FrameKind::Mapped);
-        assert_eq!(header.sequence, share.region);
-        (!body.is_empty()).then(|| String::from_utf8(body).unwrap())
     }
 
     pub(crate) fn lend(&mut self, grant: GrantKey, sequence: u32, loan: &Loan) {

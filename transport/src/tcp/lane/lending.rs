@@ -1,5 +1,6 @@
 //! Payload that stays in the sender's memory, as a lane sees it: shares, their answers, and the copies.
 
+use std::io;
 use std::time::Instant;
 
 use kvferry_protocol::wire::{FrameHeader, FrameKind, MAX_MAPPED_BYTES, Reach, Refusal, Share};
@@ -81,6 +82,11 @@ impl Lane {
             Reach::Descriptor { .. } => self.file.take().or_else(|| self.stream.take_file()),
             Reach::Address { .. } => self.file.take(),
         };
+        // The system threw it away. The peer shares it anew in a new session; in this one what is granted in place cannot be handed over.
+        if self.session.is_in_place && file.is_none() && matches!(share.reach, Reach::Descriptor { .. }) {
+            let problem = "the descriptor of what the peer shares is lost: this process has too many files open";
+            return Err(self.broken("map shared memory", io::Error::other(problem)));
+        }
         let problem = match &self.session.sharing {
             Some(sharing) => sharing.borrower.accept(&share, file).err(),
             None => Some("no memory is shared in this session".to_owned()),
