@@ -43,7 +43,7 @@ impl Default for Shape {
 
 impl Shape {
     /// Four of them in which everything is different twice: each choice is in two, and any two choices meet in all their
-    /// combinations. Which one has which ranks is left to chance.
+    /// combinations. Which one has which ranks is left to chance, and whether the one that shares memory reads it in place.
     #[must_use]
     pub fn four(chance: &mut Chance) -> [Self; 4] {
         let flips = chance.draw();
@@ -56,14 +56,15 @@ impl Shape {
         [0, 1, 2, 3].map(|number: usize| {
             let (low, high) = (number & 1 == 1, number & 2 == 2);
             let (prefill_tp, decode_tp) = ranks[number];
+            let paths = PATHS[(number + turn) % 4];
             Self {
                 prefill_tp,
                 decode_tp,
                 prefill_first: low ^ flip(0),
                 fails: high ^ flip(1),
                 write_back: low ^ high ^ flip(2),
-                paths: PATHS[(number + turn) % 4],
-                in_place: false,
+                paths,
+                in_place: paths.contains("shm") && flip(3),
             }
         })
     }
