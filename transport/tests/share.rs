@@ -19,7 +19,8 @@ use rustix::fs::SealFlags;
 const MIB: usize = 1 << 20;
 
 fn node(name: &str, paths: &[PathKind], newest_version: u16) -> Node {
-    let file = TcpConfigFile { paths: paths.to_vec(), newest_version, ..config() };
+    // A session in place ends where one that copies goes on: see in_place.rs.
+    let file = TcpConfigFile { paths: paths.to_vec(), newest_version, in_place: false, ..config() };
     let make = |peer: PeerId, greeting: Bytes| -> Box<dyn Transport> {
         Box::new(Tcp::bind(TcpConfig::try_from(file.clone()).unwrap(), key(), peer, greeting).unwrap())
     };
