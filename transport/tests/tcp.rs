@@ -374,7 +374,8 @@ fn a_message_that_is_lost_between_two_hosts_ends_the_session() {
         let (mut a, mut b) = (node("a", file.clone(), 64), node("b", file, 64));
         let proxy = Proxy::new(address(&b), ProxyPlan::default());
         a.transport.connect(&PeerAddress::Tcp(proxy.address())).unwrap();
-        (a.wait_up(&b.peer), b.wait_up(&a.peer));
+        a.wait_up(&b.peer);
+        b.wait_up(&a.peer);
         let (from, to) = match towards {
             Towards::Dialler => (&b, &mut a),
             Towards::Target => (&a, &mut b),

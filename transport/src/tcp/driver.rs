@@ -3,7 +3,6 @@
 //! A session's life: `Handshaking` (control lane) -> `Pending` (data lanes are coming) -> `Control` (up) -> over.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -341,20 +340,9 @@ impl Driver<'_> {
         let (shared, now) = (self.shared, Instant::now());
         let streams: Vec<_> = pending.lanes.into_iter().flatten().collect();
         let are_unix = streams.iter().all(Stream::is_unix);
-        let sharing = match sharing(&pending.choice, are_unix, &streams, shared.config.max_posts) {
+        let sharing = match sharing(&peer, &pending.choice, are_unix, (&streams, shared.config.max_posts)) {
             Ok(sharing) => sharing,
-            // The peer would count on it: it may grant in place what this side could not hand over.
-            Err(source) if pending.choice.in_place => {
-                tracing::warn!(%peer, error = %source, "no memory can be shared with the peer; the session is given up, and tried again");
-                let peer_name = peer.to_string();
-                let reason =
-                    TransportError::Io { peer: peer_name, operation: "share memory", source: Arc::new(source) };
-                return pending.dialled.map_or((), |address| self.missed(address, Some(peer), reason));
-            }
-            Err(error) => {
-                tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");
-                None
-            }
+            Err(reason) => return pending.dialled.map_or((), |address| self.missed(address, Some(peer), reason)),
         };
         let key = shared.core.next_session();
         let setup = SessionSetup {
@@ -480,9 +468,26 @@ impl Driver<'_> {
     }
 }
 
-/// What the two read in each other's memory. Without it payload goes over the lanes.
-fn sharing(choice: &Choice, are_unix: bool, lanes: &[Stream], max_posts: usize) -> io::Result<Option<Sharing>> {
-    let (by_descriptor, by_address) = (choice.by_descriptor, choice.by_address);
-    let lane = lanes.first().filter(|_| are_unix && (by_descriptor || by_address));
-    lane.map(|lane| Sharing::new(by_descriptor, by_address, choice.in_place, lane.as_fd(), max_posts)).transpose()
+/// What the two read in each other's memory. Without it payload goes over the lanes, but where it may be granted in place the peer would
+/// count on it: then there is no session, until it can be.
+fn sharing(
+    peer: &PeerId,
+    choice: &Choice,
+    are_unix: bool,
+    (lanes, max_posts): (&[Stream], usize),
+) -> Result<Option<Sharing>, TransportError> {
+    let Choice { by_descriptor, by_address, in_place, .. } = *choice;
+    let Some(lane) = lanes.first().filter(|_| are_unix && (by_descriptor || by_address)) else { return Ok(None) };
+    match Sharing::new(by_descriptor, by_address, in_place, lane.as_fd(), max_posts) {
+        Ok(sharing) => Ok(Some(sharing)),
+        Err(source) if in_place => {
+            let peer = peer.to_string();
+            tracing::warn!(peer, error = %source, "no memory can be shared with the peer: the session is given up");
+            Err(TransportError::Io { peer, operation: "share memory", source: Arc::new(source) })
+        }
+        Err(error) => {
+            tracing::warn!(%error, "no memory can be shared with the peer; payload goes over Unix sockets");
+            Ok(None)
+        }
+    }
 }
