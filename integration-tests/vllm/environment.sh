@@ -43,12 +43,12 @@ install_peers() {
         explain_failure
 }
 
-# The wheel is built by the command that connector/python documents.
+# The wheel is built by the command that connector/python documents, or in the profile $KVFERRY_WHEEL_PROFILE.
 install_wheel() {
     local wheels=$repository/connector/python/target/wheels
     command -v cargo >/dev/null || fail "cargo is missing: install Rust with rustup"
     rm -rf "$wheels"
-    (cd "$repository/connector/python" && VIRTUAL_ENV=$venv "$venv/bin/maturin" build --quiet --release --locked --out "$wheels") >&2 ||
+    (cd "$repository/connector/python" && VIRTUAL_ENV=$venv "$venv/bin/maturin" build --quiet --profile "${KVFERRY_WHEEL_PROFILE:-release}" --locked --out "$wheels") >&2 ||
         fail "connector/python does not build"
     find_uv
     "${uv[@]}" pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "$wheels"/*.whl ||

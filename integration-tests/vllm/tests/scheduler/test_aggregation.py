@@ -223,7 +223,8 @@ def test_33_where_the_policy_is_fail_the_request_ends_and_its_blocks_serve_nobod
 def test_sizes_may_differ_where_the_prefill_leg_names_decodes(
     make_duo: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: int, theirs: int
 ) -> None:
-    duo = make_duo(prefill={"tp": ours}, decode={"tp": theirs})
+    # What is offered to nobody ends with its lease.
+    duo = make_duo(prefill={"tp": ours}, decode={"tp": theirs}, prefill_config={"lease_ttl_ms": 3000})
     # vLLM's loggers need not propagate to the root's.
     monkeypatch.setattr(logging.getLogger("vllm.kvferry"), "handlers", [caplog.handler])
     for seed, (said, reason) in enumerate([({}, FinishReason.ERROR), ({"tp_size": theirs}, FinishReason.LENGTH)]):
