@@ -48,7 +48,7 @@ def test_a_prompt_is_carried_when_both_are_asked_at_once(engines):
     for _ in range(20):
         decode.step()
     assert decode.received == []
-    params = prefill.prefill("a", 97, ours, seed=2, params={"do_remote_decode": True, "transfer_id": "x-1"})
+    params = prefill.prefill("a", 97, ours, seed=2, params={"do_remote_decode": True, "transfer_id": "x-1"}, is_asked=True)
     wait_for("the load", lambda: decode.received == ["b"], decode, prefill)
     assert_carried(prefill, decode, ours, theirs)
     wait_for("the release", lambda: prefill.released == ["a"], prefill, decode)
@@ -62,7 +62,8 @@ def test_two_engines_that_do_both_load_from_each_other_over_one_session(engines)
         # The params name no engine, only its address.
         params = {"do_remote_prefill": True, "transfer_id": name, "remote_addresses": [prefill.worker.address]}
         decode.load(f"d{turn}", 97, theirs, params)
-        prefill.prefill(f"p{turn}", 97, ours, seed=turn, params={"do_remote_decode": True, "transfer_id": name})
+        offer = {"do_remote_decode": True, "transfer_id": name}
+        prefill.prefill(f"p{turn}", 97, ours, seed=turn, params=offer, is_asked=True)
         wait_for("the load", lambda: f"d{turn}" in decode.received, decode, prefill)
         assert not decode.failed
         assert_carried(prefill, decode, ours, theirs)
