@@ -3,6 +3,7 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{DIM, Engine, HEADS, LAYERS, PATIENCE, Setup, fetch, keep, start_load, wait_until_free};
@@ -303,6 +304,44 @@ fn an_aborted_load_reads_nothing_and_holds_nothing() {
     while prefill.metrics.snapshot().held_bytes > 0 {
         prefill.idle_step();
         assert!(Instant::now() < deadline, "{:?}", prefill.metrics.snapshot());
+    }
+}
+
+/// It waits until nobody reads them, which may be long if nobody asks.
+#[test]
+fn blocks_of_a_request_that_is_preempted_are_asked_back() {
+    let mut it = HandOver::new(&setup(Setup::prefill()), &setup(Setup::decode()));
+    let (prefill, decode, id) = (&mut it.prefill, &mut it.decode, it.kept.0.id.clone());
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                assert!(decode.idle_step().failed.is_empty());
+            }
+        });
+        prefill.worker.preempted(&[id]);
+        is_over.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(it.aliased(), [false; 6]);
+    assert!(it.prefill.metrics.snapshot().recalled_writes_total > 0);
+    it.attention_is_alike();
+    it.finish_copied();
+}
+
+/// All of a load is held until its end, and a sender may have so many writes in a peer's hands.
+#[test]
+fn a_load_of_very_many_writes_is_copied() {
+    const BLOCK: u32 = 128;
+    for (extra, in_place) in [("chunk_bytes = 4096", false), ("chunk_bytes = 8192", true)] {
+        let liar = Liar::new();
+        let extra = [IN_PLACE, extra].join("\n").leak();
+        let setup = Setup { tokens_per_block: BLOCK, extra, ..setup(Setup::decode()) };
+        let mut decode = Engine::new(&setup, &opened);
+        let request = fetch("d", 1, 43 * BLOCK, liar.transport.local_address());
+        let blocks = decode.blocks(3, 43 * BLOCK);
+        start_load(&mut decode, &request, &blocks, 0);
+        let (peer, key, ..) = liar.wait_grant();
+        assert_eq!(liar.transport.is_in_place(&peer, key), in_place, "{extra}");
     }
 }
 

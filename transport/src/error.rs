@@ -120,3 +120,8 @@ pub enum TransportError {
         reason: String,
     },
 }
+
+impl TransportError {
+    /// What is limited where all peers together hold as much in place as they may.
+    pub const HELD_BYTES: &str = "bytes that peers hold in place";
+}

@@ -338,7 +338,7 @@ impl Shared {
             return session.outbox.add(&self.core, &session.name, post);
         }
         Counters::reserve(held, bytes, limit).map_err(|found| TransportError::Limit {
-            what: "bytes that peers hold in place",
+            what: TransportError::HELD_BYTES,
             found,
             limit,
         })?;

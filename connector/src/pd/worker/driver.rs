@@ -219,6 +219,7 @@ impl Driver {
                 self.end_all(|request| requests.contains(request));
                 self.abandon_stores(|request| requests.contains(request));
                 self.end_returns(|request| requests.contains(request));
+                self.recall_of(&requests);
                 self.waiting.push((transfers, requests, done));
                 self.answer_waiting();
             }

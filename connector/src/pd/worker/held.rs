@@ -15,9 +15,11 @@ use kvferry_transport::{Adopted, GrantKey, PathKind, PathReport, PostId};
 use super::driver::Driver;
 use super::in_place::Lent;
 use super::jobs::WriteKey;
+use super::loading::Loading;
 use super::reading::{Found, Look};
 use super::receiving::{FoundPages, Receiving};
 use crate::config::SameHost;
+use crate::contract::RequestId;
 
 /// Posts that peers hold in place, or are about to: until the transport says that they ended.
 #[derive(Debug, Default)]
@@ -28,6 +30,8 @@ pub(super) struct HeldPosts {
 #[derive(Debug)]
 struct HeldPost {
     peer: PeerId,
+    /// The part of a transfer that it belongs to.
+    part: TransferId,
     /// Whose blocks these are.
     lease: TransferId,
 }
@@ -57,11 +61,6 @@ impl HeldPosts {
     pub(super) fn is_empty(&self) -> bool {
         self.posts.is_empty()
     }
-
-    /// The oldest that a peer holds.
-    fn oldest_of(&self, peer: &PeerId) -> Option<PostId> {
-        self.posts.iter().find(|(_, held)| held.peer == *peer).map(|(&post, _)| post)
-    }
 }
 
 impl Driver {
@@ -69,10 +68,20 @@ impl Driver {
     pub(super) fn may_read_in_place(&self, entry: &Receiving) -> bool {
         self.config.network().same_host == SameHost::InPlace
             && entry.heads == self.caches.heads()
+            && self.loads.get(&entry.load).is_some_and(|load| self.is_held_in_few_writes(load))
             && entry.peer.as_ref().is_some_and(|peer| {
                 !self.peers.is_only_copied(peer)
                     && self.peers.path(peer).is_some_and(|path| self.why_copied(path).is_none())
             })
+    }
+
+    /// Whether a load has no more writes than its sender may have in a receiver's hands at once, if both cut alike: nothing of a load is let go
+    /// before its end, so one that has more would never come to it.
+    fn is_held_in_few_writes(&self, load: &Loading) -> bool {
+        const MOST: u64 = 1024;
+        let layers = u64::from(self.caches.layout().shape().layers);
+        let bytes = load.tokens_wanted() * layers * self.caches.bytes_per_cell(&self.caches.heads());
+        bytes <= MOST * self.config.limits().chunk_bytes
     }
 
     /// Why payload that goes this way is copied and not read in place, as far as this side knows.
@@ -186,7 +195,7 @@ impl Driver {
     pub(super) fn hold(&mut self, post: PostId, peer: PeerId, write: WriteKey) {
         let Some(entry) = self.sending.get(&write.transfer) else { return };
         let lease = entry.lease;
-        self.posting.held.posts.insert(post, HeldPost { peer, lease });
+        self.posting.held.posts.insert(post, HeldPost { peer, part: write.transfer, lease });
         if let Some(lease) = self.leases.get_mut(&lease) {
             lease.hold.posts += 1;
         }
@@ -212,13 +221,28 @@ impl Driver {
         self.answer_waiting();
     }
 
-    /// Asks a peer for the oldest post that it holds. Returns whether there is one.
-    pub(super) fn recall_oldest(&self, peer: &PeerId) -> bool {
-        let oldest = self.posting.held.oldest_of(peer);
-        if let Some(post) = oldest {
-            self.transport.recall(peer, post);
+    /// Makes room for a write to a peer, or says that there is none to be made: asks for the oldest post that the peer holds, or, if what all
+    /// peers hold is too much (`of_all`), any peer. Only posts of transfers that are over are asked for: a receiver lets go of nothing while it loads.
+    pub(super) fn recall_for(&self, peer: &PeerId, of_all: bool) -> bool {
+        let is_over = |part: &TransferId| self.sending.get(part).is_none_or(|entry| entry.over);
+        let mut over = self.posting.held.posts.iter().filter(|(_, held)| is_over(&held.part));
+        let found = match of_all {
+            true => over.next(),
+            false => over.find(|(_, held)| held.peer == *peer),
+        };
+        if let Some((&post, held)) = found {
+            self.transport.recall(&held.peer, post);
         }
-        oldest.is_some()
+        found.is_some()
+    }
+
+    /// Asks for what peers hold in place of some requests' blocks.
+    pub(super) fn recall_of(&self, requests: &[RequestId]) {
+        for (&post, held) in &self.posting.held.posts {
+            if self.leases.get(&held.lease).is_some_and(|lease| requests.contains(&lease.request)) {
+                self.transport.recall(&held.peer, post);
+            }
+        }
     }
 
     /// Asks for all that peers hold in place. Asking again is harmless.

@@ -28,6 +28,8 @@ struct Reading {
     writes: Vec<Lent>,
     /// It is to end, and how.
     wish: Option<Settle>,
+    /// The engine was told that what is read is not what it was.
+    is_told: bool,
 }
 
 /// One write of a peer's that is read where it lies.
@@ -61,7 +63,12 @@ impl InPlace {
     /// A request reads a write in place; its load goes on. It may be that it is to end already.
     pub(super) fn enter(&self, request: &RequestId, lent: Lent, wish: Option<Settle>) {
         let mut readings = self.lock();
-        let reading = readings.entry(request.clone()).or_insert(Reading { is_open: true, writes: vec![], wish: None });
+        let reading = readings.entry(request.clone()).or_insert(Reading {
+            is_open: true,
+            writes: vec![],
+            wish: None,
+            is_told: false,
+        });
         reading.writes.push(lent);
         reading.wish = reading.wish.or(wish);
     }
@@ -94,11 +101,11 @@ impl InPlace {
         let mut settled = Settled::default();
         for (request, mut reading) in self.take(|_, reading| !reading.is_open && reading.wish.is_some()) {
             let how = *reading.wish.get_or_insert(Settle::Copy);
-            match end(cache, &request, &reading, how) {
+            match end(cache, &request, &mut reading, how) {
                 Some(pages) if how == Settle::Copy => {
                     settled.copied_pages += pages;
                     // After the copy: what it brought is what was verified.
-                    settled.withdrawn.extend((!reading.is_intact()).then(|| withdrawn(&request)));
+                    settled.withdrawn.extend(reading.told_now().then(|| withdrawn(&request)));
                 }
                 Some(_) => {}
                 None => drop(self.lock().insert(request, reading)),
@@ -119,13 +126,11 @@ impl InPlace {
         self.forget(cache, self.take(|_, _| true));
     }
 
-    /// Looks whether all that was read up to now is what it was; what is not ends. By the model thread, after a step.
-    ///
-    /// A load that goes on is not looked at: an owner that gave up takes its session with it, and so the load fails.
+    /// Looks whether all that was read up to now is what it was; what is not ends, with its load if that goes on. By the model thread, after a step.
     pub(super) fn look(&self, cache: &HostKvCache) -> Vec<LoadFailure> {
-        let void = self.take(|_, reading| !reading.is_open && !reading.is_intact());
-        let failures = void.iter().map(|(request, _)| withdrawn(request)).collect();
-        self.forget(cache, void);
+        let told = |(request, reading): (&RequestId, &mut Reading)| reading.told_now().then(|| withdrawn(request));
+        let failures = self.lock().iter_mut().filter_map(told).collect();
+        self.forget(cache, self.take(|_, reading| !reading.is_open && reading.is_told));
         failures
     }
 
@@ -139,7 +144,7 @@ impl InPlace {
 
     fn forget(&self, cache: &HostKvCache, readings: Vec<(RequestId, Reading)>) {
         for (request, mut reading) in readings {
-            if end(cache, &request, &reading, Settle::Forget).is_none() {
+            if end(cache, &request, &mut reading, Settle::Forget).is_none() {
                 (reading.is_open, reading.wish) = (false, Some(Settle::Forget));
                 self.lock().insert(request, reading);
             }
@@ -154,6 +159,14 @@ impl InPlace {
 impl Reading {
     fn is_intact(&self) -> bool {
         self.writes.iter().all(|lent| lent.adopted.is_intact())
+    }
+
+    /// Whether what was read is not what it was, and that is news.
+    fn told_now(&mut self) -> bool {
+        !self.is_told && {
+            self.is_told = !self.is_intact();
+            self.is_told
+        }
     }
 }
 
@@ -173,7 +186,7 @@ impl PdWorker {
 }
 
 /// Has a request's blocks read from the cache's own memory again; `None` if somebody is in the way, and it is to be tried again.
-fn end(cache: &HostKvCache, request: &RequestId, reading: &Reading, how: Settle) -> Option<usize> {
+fn end(cache: &HostKvCache, request: &RequestId, reading: &mut Reading, how: Settle) -> Option<usize> {
     let mut blocks: Vec<_> = reading.writes.iter().flat_map(|lent| &lent.blocks).copied().collect();
     blocks.sort_unstable();
     blocks.dedup();
@@ -184,6 +197,10 @@ fn end(cache: &HostKvCache, request: &RequestId, reading: &Reading, how: Settle)
         }
         Err(error) => {
             tracing::warn!(%request, %error, "what is read in place cannot be let go yet");
+            // Blocks that are done may be another's by the next time.
+            let layers = cache.layout().shape().layers;
+            let is_left = |block: &BlockId| (0..layers).any(|layer| cache.is_aliased(layer, *block));
+            reading.writes.iter_mut().for_each(|lent| lent.blocks.retain(is_left));
             None
         }
     }

@@ -66,6 +66,11 @@ impl Loading {
         self.tokens.start
     }
 
+    /// How many tokens are loaded.
+    pub(super) fn tokens_wanted(&self) -> u64 {
+        self.tokens.len() as u64
+    }
+
     /// What to ask the prefill engine when its rank 0 comes up.
     pub(super) fn ask(&self) -> Option<Vec<u8>> {
         (!self.ask.is_empty() && !self.progress.has_begun()).then(|| self.ask.clone())

@@ -50,7 +50,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use kvferry_kernels::HostKvCache;
 use kvferry_kernels::device::Stream;
 use kvferry_protocol::layout::{KvShape, Shard};
@@ -519,7 +519,13 @@ impl Worker for PdWorker {
 
     fn preempted(&mut self, requests: &[RequestId]) {
         let requests = requests.to_vec();
-        self.ask(|done| Command::Preempt(requests.clone(), done));
+        let (done, wait) = bounded(1);
+        if self.command(Command::Preempt(requests.clone(), done)).is_ok() {
+            // Peers that wait in the same way may wait for what this side reads in place of theirs.
+            while wait.recv_timeout(SETTLE_EVERY) == Err(RecvTimeoutError::Timeout) {
+                self.settle_in_place(&[]);
+            }
+        }
         if let Some(cache) = &self.aliasing {
             self.board.in_place.finished(cache, &requests);
         }
@@ -592,5 +598,7 @@ impl Drop for PdWorker {
 const INPUTS: usize = 1024;
 /// Messages of peers' engines that wait for this engine, of at most 1 MiB each.
 const MESSAGES: usize = 256;
+/// How often who waits for peers to let go of blocks lets go of theirs.
+const SETTLE_EVERY: Duration = Duration::from_millis(5);
 /// A shorter wait for a layer is a look-up: it is not drawn in a timeline.
 const LEAST_WAIT: Duration = Duration::from_micros(20);

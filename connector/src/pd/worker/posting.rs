@@ -73,6 +73,16 @@ struct Ready {
     watch: Option<Arc<LeavingDigest>>,
 }
 
+/// What became of a write that was ready.
+enum HandedOver {
+    /// It is posted, or it ended.
+    Ended,
+    /// It waits until its peer lets go of something.
+    PeerIsFull(Ready),
+    /// It waits for room, as all others.
+    Full(Ready),
+}
+
 #[derive(Debug)]
 enum Waiting {
     /// Is digested on its way out, and goes straight to the transport.
@@ -213,11 +223,20 @@ impl Driver {
                 break;
             }
         }
+        let mut later = VecDeque::new();
         while let Some(ready) = self.posting.ready.pop_front() {
-            if !self.hand_over(ready) {
-                break;
+            match self.hand_over(ready) {
+                HandedOver::Ended => {}
+                // Nobody else waits for this peer.
+                HandedOver::PeerIsFull(ready) => later.push_back(ready),
+                HandedOver::Full(ready) => {
+                    later.push_back(ready);
+                    break;
+                }
             }
         }
+        later.append(&mut self.posting.ready);
+        self.posting.ready = later;
     }
 
     /// Hands a job to the movers; gives back what must wait for a slab or for room.
@@ -320,13 +339,13 @@ impl Driver {
         }
     }
 
-    /// Posts one write; `false` if it must wait for room.
-    fn hand_over(&mut self, ready: Ready) -> bool {
+    /// Posts one write.
+    fn hand_over(&mut self, ready: Ready) -> HandedOver {
         let Ready { write, request, watch } = ready;
-        let Some(pending) = self.posting.writes.get(&write) else { return true };
+        let Some(pending) = self.posting.writes.get(&write) else { return HandedOver::Ended };
         if pending.cancelled {
             self.posted(write, PostOutcome::Lost);
-            return true;
+            return HandedOver::Ended;
         }
         // Before the call: its end may be reported before it returns.
         let at = Instant::now();
@@ -341,30 +360,24 @@ impl Driver {
                     self.hold(post, peer, write);
                 }
                 self.posting.posted.insert(post, Posted { write, at });
-                true
             }
             Err(error) => match error.reason {
                 // Full: each post that ends makes room, and wakes the driver.
                 TransportError::Limit { .. } if !self.posting.posted.is_empty() => {
-                    self.posting.ready.push_front(Ready { write, request: error.write, watch });
-                    false
+                    return HandedOver::Full(Ready { write, request: error.write, watch });
                 }
                 // The same where peers hold so much: the end of a post is an event, too.
-                TransportError::Limit { .. } if in_place && self.recall_oldest(&peer) => {
-                    self.posting.ready.push_front(Ready { write, request: error.write, watch });
-                    false
+                TransportError::Limit { what, .. }
+                    if in_place && self.recall_for(&peer, what == TransportError::HELD_BYTES) =>
+                {
+                    return HandedOver::PeerIsFull(Ready { write, request: error.write, watch });
                 }
                 // The session's end is on its way.
-                TransportError::NotConnected { .. } => {
-                    self.posted(write, PostOutcome::Lost);
-                    true
-                }
-                reason => {
-                    self.lost(write, &format!("a write was not posted: {reason}"));
-                    true
-                }
+                TransportError::NotConnected { .. } => self.posted(write, PostOutcome::Lost),
+                reason => self.lost(write, &format!("a write was not posted: {reason}")),
             },
         }
+        HandedOver::Ended
     }
 
     /// The transport ended a post.

@@ -521,12 +521,12 @@ impl Driver {
         let (load, began, elapsed) = (entry.load, entry.began, now.since(entry.began));
         let entry = &self.receiving[&transfer];
         // What was verified after its end was decided is good, but it was not made to be read where it lies.
-        let kept =
-            self.loads.get(&load).filter(|_| entry.in_place && end.verdict != Verdict::Done).map(Loading::first_token);
+        let is_done = end.verdict == Verdict::Done && !(entry.in_place && entry.refusal.is_some());
+        let kept = self.loads.get(&load).filter(|_| entry.in_place && !is_done).map(Loading::first_token);
         let good_until_token = kept.unwrap_or(end.good_until_token);
         let (reason, good_until) = match (&end.verdict, &entry.refusal, &entry.spoiled) {
             (verdict, _, Some(spoiled)) => (Some(spoiled_end(verdict, spoiled)), 0),
-            (Verdict::Done, _, None) => (None, good_until_token),
+            (_, _, None) if is_done => (None, good_until_token),
             (_, Some(refusal), None) => (Some(refusal.clone()), good_until_token),
             (verdict, None, None) => (Some(self.why(verdict, transfer, entry)), good_until_token),
         };
