@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::config::{ConnectorConfig, RawConfig};
 use kvferry_protocol::Incarnation;
-use rustix::process::{Pid, Resource, Rlimit, Signal};
+use rustix::process::{Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, waitid};
 use serde_json::Value;
 
 use crate::bound::{Idle, Limits, Watch};
@@ -343,6 +343,8 @@ impl Node {
     /// If the system refuses.
     pub fn stop(&self) {
         self.signal(Signal::STOP);
+        waitid(WaitId::Pid(self.pid()), WaitIdOptions::STOPPED | WaitIdOptions::NOWAIT)
+            .expect("a child can be waited for");
         self.watch.stopped();
     }
 

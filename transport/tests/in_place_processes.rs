@@ -16,7 +16,7 @@ use kvferry_transport::{
     Event, GrantKey, PathKind, PeerAddress, PostId, Source, Tcp, TcpConfig, TcpConfigFile, Transport, TransportError,
     Write,
 };
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
 const MIB: usize = 1 << 20;
 const GOOD: u8 = 0x5a;
@@ -147,6 +147,12 @@ impl Reader {
         assert!(is_said.is_some(), "{what} was not said");
     }
 
+    /// Returns when none of its threads runs any more.
+    fn stop(&self) {
+        self.signal(Signal::STOP);
+        waitid(WaitId::Pid(Pid::from_child(&self.process)), WaitIdOptions::STOPPED | WaitIdOptions::NOWAIT).unwrap();
+    }
+
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
@@ -198,7 +204,7 @@ fn ends_with_its_reader(owner: &mut Node, post: PostId) {
 fn a_reader_that_is_stopped_keeps_what_it_reads_however_long_and_lets_go_when_it_goes_on() {
     let mut owner = node("owner");
     let (mut reader, post) = reading(&mut owner);
-    reader.signal(Signal::STOP);
+    reader.stop();
     owner.transport.disconnect(&peer("reader", 1), "cut");
     owner.wait_down(&peer("reader", 1));
     for name in ["c", "d"] {
@@ -214,7 +220,7 @@ fn a_reader_that_is_stopped_keeps_what_it_reads_however_long_and_lets_go_when_it
 fn a_reader_that_stands_still_loses_its_session_and_not_what_it_reads() {
     let mut owner = node("owner");
     let (mut reader, post) = reading(&mut owner);
-    reader.signal(Signal::STOP);
+    reader.stop();
     // Nobody cuts it: it does not answer for so long that it is given up.
     owner.wait_down(&peer("reader", 1));
     does_something_else(&mut owner, "c");
@@ -230,7 +236,7 @@ fn a_reader_that_is_killed_holds_nothing() {
         let mut owner = node("owner");
         let (mut reader, post) = reading(&mut owner);
         if is_stopped {
-            reader.signal(Signal::STOP);
+            reader.stop();
             owner.transport.disconnect(&peer("reader", 1), "cut");
             owner.wait_down(&peer("reader", 1));
             does_something_else(&mut owner, "c");
