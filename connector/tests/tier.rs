@@ -338,6 +338,8 @@ fn blocks_are_kept_while_the_link_holds_every_slab() {
     prefill.scheduler.allocated(&source, &blocks, 0, 0).unwrap();
     run(&mut prefill, &source, &blocks, 0);
     let metrics = Arc::clone(&prefill.metrics);
+    // The tier may be quicker than the grant.
+    prefill.idle_until("the link has both slabs", |_| metrics.slab_pool_used_bytes.get() == 8192);
     prefill.idle_until("the tier", |_| metrics.tier_stored_blocks_total.get() == 8);
     assert_eq!(metrics.slab_pool_used_bytes.get(), 8192, "the link has both slabs");
     proxy.set_flow(Towards::Dialler, Flow::Pass);
