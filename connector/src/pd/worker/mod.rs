@@ -348,7 +348,14 @@ impl PdWorker {
 
     /// What the last step completed goes to the tier, or back; after what a peer waits for.
     fn hand_over_blocks(&mut self) {
-        let (stores, returns) = (std::mem::take(&mut self.stores), std::mem::take(&mut self.returns));
+        let (stores, mut returns) = (std::mem::take(&mut self.stores), std::mem::take(&mut self.returns));
+        if !returns.is_empty() {
+            // What was computed with memory that its owner gave up goes nowhere.
+            self.settle_in_place(&[]);
+            let is_void = |one: &mut Return| self.withdrawn.iter().any(|failure| failure.request == one.request);
+            let void = returns.extract_if(.., is_void).map(|one| one.transfer);
+            self.board.results().tier.returned.extend(void);
+        }
         // Fails only when the driver has ended, and then nothing reads the blocks.
         if !stores.is_empty() {
             let _ = self.command(Command::Keep(stores));
